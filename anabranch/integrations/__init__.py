@@ -1,0 +1,1 @@
+"""Other libraries: the only place where their conventions appear."""

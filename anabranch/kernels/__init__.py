@@ -1,0 +1,1 @@
+"""Device code: one folder for each way to write it."""

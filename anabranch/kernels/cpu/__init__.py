@@ -1,0 +1,1 @@
+"""Native-speed paths for the CPU."""

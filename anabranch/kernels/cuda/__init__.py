@@ -1,0 +1,1 @@
+"""CUDA C++ where launch cost decides, compiled at run time without torch headers."""

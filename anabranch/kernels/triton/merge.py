@@ -1,0 +1,104 @@
+"""Merge states: each program merges a tile of rows over all parts of all sources.
+
+A source is a stack of parts behind one pointer; two separate states are two sources of one part.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from anabranch.kernels.config import MergeConfig, select_merge
+from anabranch.kernels.triton.online_softmax import empty_state, finish_state, merge_part
+from anabranch.kernels.triton.runtime import require_triton_device
+from anabranch.state import AttentionState
+
+
+def load(device: torch.device) -> object:
+    """The launcher, or an error that says why this device cannot run it."""
+    require_triton_device(device)
+    return merge
+
+
+def merge(
+    states: tuple[AttentionState, ...],
+    stacked: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Write the merge of `states`, or of dimension 0 of the only one, into `out` and `lse`."""
+    num_tokens, num_heads, head_dim = out.shape
+    num_rows = num_tokens * num_heads
+    config = select_merge(head_dim)
+    lead = () if stacked else (0,)
+    merge_kernel[triton.cdiv(num_rows, config.block_rows),](
+        tuple(state.out for state in states),
+        tuple(state.lse for state in states),
+        tuple(lead + state.out.stride() for state in states),
+        tuple(lead + state.lse.stride() for state in states),
+        states[0].out.shape[0] if stacked else 1,
+        out,
+        lse,
+        out.stride(),
+        None if lse is None else lse.stride(),
+        num_rows,
+        num_heads,
+        **merge_constants(head_dim, config),
+        num_warps=config.num_warps,
+    )
+
+
+def merge_constants(head_dim: int, config: MergeConfig) -> dict[str, int]:
+    """The constexpr arguments, shared by the launch and by ahead-of-time compilation."""
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_ROWS": config.block_rows,
+        "BLOCK_D": triton.next_power_of_2(head_dim),
+    }
+
+
+@triton.jit(do_not_specialize=["num_parts", "num_rows", "num_heads"])
+def merge_kernel(
+    outs,  # a tuple of [num_parts, num_tokens, num_heads, head_dim], one for each source
+    lses,  # a tuple of [num_parts, num_tokens, num_heads]
+    outs_strides,
+    lses_strides,
+    num_parts,  # of every source
+    merged_ptr,  # [num_tokens, num_heads, head_dim]
+    merged_lse_ptr,  # [num_tokens, num_heads] or None
+    merged_strides,
+    merged_lse_strides,
+    num_rows,  # num_tokens * num_heads
+    num_heads,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,  # the power of two that holds HEAD_DIM
+):
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    row_mask = rows < num_rows
+    tokens, heads = rows // num_heads, rows % num_heads
+    dims = tl.arange(0, BLOCK_D)
+    mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+
+    state = empty_state(BLOCK_ROWS, BLOCK_D)
+    for source in tl.static_range(len(outs)):
+        strides, lse_strides = outs_strides[source], lses_strides[source]
+        row_offsets = tokens * strides[1] + heads * strides[2]
+        offsets = row_offsets[:, None] + (dims * strides[3])[None, :]
+        lse_offsets = tokens * lse_strides[1] + heads * lse_strides[2]
+        for _ in range(num_parts):
+            lse = tl.load(lses[source] + lse_offsets, row_mask, other=float("-inf"))
+            out = tl.load(outs[source] + offsets, mask, other=0.0)
+            state = merge_part(state, out, lse)
+            offsets += strides[0]
+            lse_offsets += lse_strides[0]
+    out, lse = finish_state(state)
+
+    tl.debug_barrier()  # in place, another warp may still have to read this LSE
+    offsets = (tokens * merged_strides[0] + heads * merged_strides[1])[:, None]
+    offsets += (dims * merged_strides[2])[None, :]
+    tl.store(merged_ptr + offsets, out.to(merged_ptr.dtype.element_ty), mask)
+    if merged_lse_ptr is not None:
+        lse_offsets = tokens * merged_lse_strides[0] + heads * merged_lse_strides[1]
+        tl.store(merged_lse_ptr + lse_offsets, lse, row_mask)

@@ -1,0 +1,15 @@
+"""Where Triton kernels can run: on a GPU, or on the CPU under the interpreter."""
+
+from __future__ import annotations
+
+import torch
+import triton
+
+
+def require_triton_device(device: torch.device) -> None:
+    """Refuse a device that Triton kernels cannot run on, with the reason."""
+    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+        raise RuntimeError(
+            "impl='triton' needs a GPU tensor, got one on the CPU "
+            "(set TRITON_INTERPRET=1 before the import to run it in the interpreter)"
+        )

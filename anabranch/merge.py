@@ -1,0 +1,277 @@
+"""merge(): checks, choice of implementation, and the torch operator; no device code."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from importlib import import_module
+from typing import Literal, cast, overload
+
+import torch
+
+from anabranch.shapes import check_device, check_dtype
+from anabranch.state import AttentionState
+
+# (states, stacked, out, lse): writes the merge of `states`, or of dimension 0 of the only one if
+# `stacked`. Tensors are [tokens, heads, head_dim] and [tokens, heads] behind that dimension.
+Launcher = Callable[
+    [tuple[AttentionState, ...], bool, torch.Tensor, torch.Tensor | None],
+    None,
+]
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+IMPLEMENTATIONS = {
+    "torch": "anabranch.kernels.cpu.merge",
+    "triton": "anabranch.kernels.triton.merge",
+    "cuda": "anabranch.kernels.cuda.merge",
+}
+ENVIRONMENT_VARIABLE = "ANABRANCH_MERGE"
+MAX_SEPARATE = 8  # states one launch takes by pointer; more are stacked first
+
+
+@overload
+def merge(
+    *states: AttentionState,
+    dim: int | None = None,
+    out: AttentionState | None = None,
+    out_dtype: torch.dtype | None = None,
+    with_lse: Literal[True] = True,
+    impl: str | None = None,
+) -> AttentionState: ...
+@overload
+def merge(
+    *states: AttentionState,
+    dim: int | None = None,
+    out: AttentionState | None = None,
+    out_dtype: torch.dtype | None = None,
+    with_lse: Literal[False],
+    impl: str | None = None,
+) -> torch.Tensor: ...
+def merge(
+    *states: AttentionState,
+    dim: int | None = None,
+    out: AttentionState | None = None,
+    out_dtype: torch.dtype | None = None,
+    with_lse: bool = True,
+    impl: str | None = None,
+) -> AttentionState | torch.Tensor:
+    """Merge states over disjoint key sets into the state over their union.
+
+    merge(a, b, c)              separate states
+    merge(parts, dim=0)         one state whose dimension 0 holds the parts
+    merge(a, b, out=a)          into the buffers of the first state
+    merge(a, b, with_lse=False) only the output tensor, no LSE written
+
+    `out_dtype` may differ from that of the parts (float32 partials into a 16-bit output).
+    `impl` is "torch", "triton" or "cuda"; without it the environment variable ANABRANCH_MERGE
+    decides, then the device and what is available. Not differentiable.
+    """
+    stacked = dim is not None
+    if stacked:
+        states = (_parts_first(states, dim),)
+    _check(states, stacked)
+    first = states[0].out
+    if out is not None:
+        _check_destination(states, stacked, out, out_dtype, with_lse)
+    if torch.compiler.is_compiling():
+        return _merge_traced(states, stacked, out, out_dtype, with_lse, impl)
+    launch = load_implementation(impl, first.device)
+    if out is None:
+        like = states[0]._make(x[0] for x in states[0]) if stacked else states[0]
+        merged = torch.empty_like(
+            like.out, dtype=out_dtype, memory_format=torch.contiguous_format
+        )
+        lse = torch.empty_like(like.lse, memory_format=torch.contiguous_format)
+        out = AttentionState(merged, lse)
+    _launch_any_rank(launch, states, stacked, out, with_lse)
+    return out if with_lse else out.out
+
+
+def _parts_first(states: tuple[AttentionState, ...], dim: int) -> AttentionState:
+    if len(states) != 1:
+        raise ValueError(f"merge with dim={dim} takes one stacked state, got {len(states)}")
+    out, lse = states[0]
+    if not 0 <= dim < lse.dim():
+        raise ValueError(f"dim must lie in [0, {lse.dim()}) for an lse {tuple(lse.shape)}, got {dim}")
+    return states[0] if dim == 0 else AttentionState(out.movedim(dim, 0), lse.movedim(dim, 0))
+
+
+def _check(states: tuple[AttentionState, ...], stacked: bool) -> None:
+    if not states:
+        raise ValueError("merge needs at least one state, got none")
+    first, first_lse = states[0]
+    shape, dtype, device = first.shape, first.dtype, first.device
+    for i, (part, lse) in enumerate(states):
+        if part.shape != shape:
+            raise ValueError(
+                f"states[{i}].out has shape {tuple(part.shape)}, states[0].out has {tuple(shape)}"
+            )
+        if lse.shape != shape[:-1]:
+            raise ValueError(
+                f"states[{i}].lse has shape {tuple(lse.shape)}, its out has {tuple(shape)}: "
+                "lse must be out without the last dimension (pass a transposed view of another layout)"
+            )
+        if part.dtype is not dtype:
+            raise ValueError(f"states[{i}].out is {part.dtype}, states[0].out is {dtype}")
+        if lse.dtype is not torch.float32:
+            raise ValueError(f"states[{i}].lse must be torch.float32, got {lse.dtype}")
+        if part.device != device:
+            raise ValueError(f"states[{i}].out is on {part.device}, expected {device}")
+        if lse.device != device:
+            raise ValueError(f"states[{i}].lse is on {lse.device}, expected {device}")
+        if part.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"states[{i}].out requires grad; merge is for inference, detach it")
+    check_dtype("states[0].out", first, FLOATS)
+    if stacked and not shape[0]:
+        raise ValueError(f"a stacked state needs at least one part, got shape {tuple(shape)}")
+
+
+def _check_destination(
+    states: tuple[AttentionState, ...],
+    stacked: bool,
+    out: AttentionState,
+    out_dtype: torch.dtype | None,
+    with_lse: bool,
+) -> None:
+    shape = states[0].out.shape[1:] if stacked else states[0].out.shape
+    if out.out.shape != shape or out.lse.shape != shape[:-1]:
+        raise ValueError(
+            f"out has shapes {tuple(out.out.shape)} and {tuple(out.lse.shape)}, "
+            f"expected {tuple(shape)} and {tuple(shape[:-1])}"
+        )
+    if out_dtype not in (None, out.out.dtype):
+        raise ValueError(f"out_dtype is {out_dtype}, but out.out is {out.out.dtype}")
+    check_dtype("out.out", out.out, FLOATS)
+    check_dtype("out.lse", out.lse, (torch.float32,))
+    for name, tensor in zip(("out.out", "out.lse"), out, strict=True):
+        check_device(name, tensor, states[0].out.device)
+    first = states[0]._make(x[0] for x in states[0]) if stacked else states[0]
+    written = out if with_lse else (out.out,)
+    for name, mine in zip(("out.out", "out.lse"), written, strict=False):
+        for i, state in enumerate(states):
+            for field, theirs in zip(("out", "lse"), state, strict=True):
+                target = getattr(first, field)
+                in_place = i == 0 and _same_memory(mine, target) and mine.dtype == target.dtype
+                if _overlap(mine, theirs) and not in_place:
+                    raise ValueError(
+                        f"{name} overlaps states[{i}].{field}; only the buffers of the first state "
+                        "can be written in place, with the same strides"
+                    )
+
+
+def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if not a.numel() or not b.numel():
+        return False
+    spans = [
+        (x.data_ptr(), x.data_ptr() + x.itemsize * (1 + sum(
+            (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
+        )))
+        for x in (a, b)
+    ]  # fmt: skip
+    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+
+
+def _launch_any_rank(
+    launch: Launcher,
+    states: tuple[AttentionState, ...],
+    stacked: bool,
+    out: AttentionState,
+    with_lse: bool,
+) -> None:
+    """Bring states to [tokens, heads, head_dim] and call the launcher."""
+    if len(states) > MAX_SEPARATE:
+        states = (AttentionState(*map(torch.stack, zip(*states, strict=True))),)
+        stacked = True
+    if not out.out.numel():
+        if with_lse:  # head_dim 0 still has an LSE; the definition serves
+            load_implementation("torch", out.out.device)(states, stacked, *out)
+        return
+    if out.out.dim() == 3:
+        return launch(states, stacked, out.out, out.lse if with_lse else None)
+    lead = 1 if stacked else 0
+    states = tuple(_as_rows(state, lead) for state in states)
+    rows = _as_rows(out, 0)
+    launch(states, stacked, rows.out, rows.lse if with_lse else None)
+    for mine, theirs in zip(out, rows, strict=True):
+        if mine.data_ptr() != theirs.data_ptr():  # strides that no view could flatten
+            mine.copy_(theirs.view(mine.shape))
+
+
+def _as_rows(state: AttentionState, lead: int) -> AttentionState:
+    """[*lead, ..., head_dim] as [*lead, rows, 1, head_dim], a view wherever strides allow."""
+    out, lse = state
+    head = out.shape[:lead]
+    rows = out.shape[lead:-1].numel()
+    return AttentionState(
+        out.reshape(*head, rows, 1, out.shape[-1]),
+        lse.reshape(*head, rows, 1),
+    )
+
+
+@cache
+def load_implementation(impl: str | None, device: torch.device) -> Launcher:
+    """The launcher of an implementation; without a name, the best one for the device."""
+    if impl is None:
+        impl = os.environ.get(ENVIRONMENT_VARIABLE) or None
+    if impl is None:
+        return _best_implementation(device)
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+    return cast("Launcher", import_module(IMPLEMENTATIONS[impl]).load(device))
+
+
+def _best_implementation(device: torch.device) -> Launcher:
+    if device.type == "cpu":
+        return load_implementation("torch", device)
+    try:
+        return load_implementation("cuda", device)
+    except RuntimeError:  # no compiler here: portable code instead
+        return load_implementation("triton", device)
+
+
+def _merge_traced(
+    states: tuple[AttentionState, ...],
+    stacked: bool,
+    out: AttentionState | None,
+    out_dtype: torch.dtype | None,
+    with_lse: bool,
+    impl: str | None,
+) -> AttentionState | torch.Tensor:
+    outs, lses = [state.out for state in states], [state.lse for state in states]
+    dtype = out_dtype or (outs[0].dtype if out is None else out.out.dtype)
+    merged = AttentionState(*torch.ops.anabranch.merge(outs, lses, stacked, dtype, impl))
+    if out is None:
+        return merged if with_lse else merged.out
+    out.out.copy_(merged.out)
+    if with_lse:
+        out.lse.copy_(merged.lse)
+    return out if with_lse else out.out
+
+
+@torch.library.custom_op("anabranch::merge", mutates_args=())
+def _merge_op(
+    outs: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    stacked: bool,
+    out_dtype: torch.dtype,
+    impl: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    states = tuple(map(AttentionState, outs, lses))
+    return merge(*states, dim=0 if stacked else None, out_dtype=out_dtype, impl=impl)
+
+
+@_merge_op.register_fake
+def _(
+    outs: list[torch.Tensor],
+    lses: list[torch.Tensor],
+    stacked: bool,
+    out_dtype: torch.dtype,
+    impl: str | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = outs[0].shape[1:] if stacked else outs[0].shape
+    return outs[0].new_empty(shape, dtype=out_dtype), lses[0].new_empty(shape[:-1])

@@ -1,0 +1,112 @@
+"""The oracle: attention in float64, one sequence at a time, written for reading.
+
+Only tests, benchmarks and examples import it. Whatever an implementation does, its parts,
+merged, must equal this.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from anabranch.keys import DenseKV, KeySource, PagedKV, RaggedKV
+from anabranch.state import AttentionState, merge_stacked
+
+
+def visible(
+    q_len: int,
+    k_len: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    tree_mask: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Which keys each query may attend to, bool [q_len, k_len]; queries sit at the end of the keys.
+
+    `causal` hides keys after the query, `window` keeps only the last `window` keys up to it, and
+    `tree_mask` [q_len, width] replaces the causal rule among the newest q_len keys.
+    """
+    positions = torch.arange(k_len - q_len, k_len)[:, None]
+    keys = torch.arange(k_len)[None, :]
+    mask = torch.ones(q_len, k_len, dtype=torch.bool)
+    if tree_mask is not None:
+        newest = torch.zeros(q_len, q_len, dtype=torch.bool)
+        width = min(q_len, tree_mask.shape[1])
+        newest[:, :width] = tree_mask[:, :width]
+        shown = min(q_len, k_len)
+        mask[:, k_len - shown :] = newest[:, q_len - shown :]
+    elif causal:
+        mask &= keys <= positions
+    if window is not None:
+        mask &= keys > positions - window
+    return mask
+
+
+def attention(
+    q: torch.Tensor,  # [q_len, num_heads, head_dim_k]
+    k: torch.Tensor,  # [k_len, num_kv_heads, head_dim_k]
+    v: torch.Tensor,  # [k_len, num_kv_heads, head_dim_v]
+    *,
+    mask: torch.Tensor | None = None,  # bool [q_len, k_len]
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,  # [num_heads]
+) -> AttentionState:
+    """Attention of one sequence, float64 out and lse."""
+    q, k, v = (x.detach().double().cpu() for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = torch.einsum("qhd,khd->qhk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask[:, None, :], -torch.inf)
+    lse = torch.logsumexp(scores, -1)
+    weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
+    state = AttentionState(torch.einsum("qhk,khd->qhd", weights, v), lse)
+    if sinks is None:
+        return state
+    sink = AttentionState.sink(sinks.cpu(), state)
+    return merge_stacked(AttentionState(*map(torch.stack, zip(state, sink, strict=True))))
+
+
+def gather(keys: KeySource, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The keys and values of one sequence, in order: [k_len, num_kv_heads, dim]."""
+    if isinstance(keys, DenseKV):
+        length = keys.k.shape[1] if keys.seq_lens is None else int(keys.seq_lens[seq])
+        return keys.k[seq, :length], keys.v[seq, :length]
+    if isinstance(keys, RaggedKV):
+        start, stop = keys.cu_seqlens[seq : seq + 2].tolist()
+        return keys.k[start:stop], keys.v[start:stop]
+    assert isinstance(keys, PagedKV)
+    positions = torch.arange(int(keys.seq_lens[seq]), device=keys.k.device)
+    pages = keys.page_table[seq][positions // keys.page_size].long()
+    rows = positions % keys.page_size
+    return keys.k[pages, rows], keys.v[pages, rows]
+
+
+def attend(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
+    keys: KeySource,
+    *,
+    cu_seqlens_q: torch.Tensor,  # [num_seqs + 1]
+    causal: bool = True,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,  # bool [num_tokens, width]
+) -> AttentionState:
+    """What `anabranch.attend` must return for packed queries; rows of no sequence are empty."""
+    shape = (q.shape[0], q.shape[1], keys.v.shape[-1])
+    state = AttentionState.empty(shape, dtype=torch.float64)
+    state = state._replace(lse=state.lse.double())
+    bounds = cu_seqlens_q.tolist()
+    for seq, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+        k, v = gather(keys, seq)
+        tree = None if tree_mask is None else tree_mask[start:stop].cpu()
+        mask = visible(stop - start, len(k), causal=causal, window=window, tree_mask=tree)
+        part = attention(
+            q[start:stop], k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks
+        )
+        state.out[start:stop], state.lse[start:stop] = part
+    return state
