@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
+def _power_of_two(size: int) -> int:
+    return 1 << (size - 1).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class MergeConfig:
     """Rows (token, head) merged by one program."""
@@ -15,5 +19,104 @@ class MergeConfig:
 
 def select_merge(head_dim: int) -> MergeConfig:
     """At least 2048 elements a program: one row a program is dispatch-bound."""
-    padded = 1 << (head_dim - 1).bit_length()
-    return MergeConfig(block_rows=max(1, 2048 // padded), num_warps=4)
+    return MergeConfig(block_rows=max(1, 2048 // _power_of_two(head_dim)), num_warps=4)
+
+
+@dataclass(frozen=True, slots=True)
+class AttendConfig:
+    """How attention is tiled and cut."""
+
+    block_m: int  # query rows of a tile
+    block_n: int  # keys of a tile
+    num_warps: int
+    num_stages: int
+    workers_per_sm: int
+    fan_in: int = 8  # parts merged by one node of the merge tree
+    merge_rows: int = 4  # rows merged at a time
+    min_share: int = 1  # tiles a worker takes at least
+    part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
+    whole_rows: int = 512  # there, sequences with so many query rows are not cut
+
+
+@dataclass(frozen=True, slots=True)
+class AttendConstants:
+    """What a compiled attention kernel is specialised for; never a length or a batch size."""
+
+    causal: bool
+    group: int  # query heads for each kv head
+    num_kv_heads: int
+    page_size: int  # 1 for contiguous keys, which have no pages
+    head_dim_k: int
+    head_dim_v: int
+    dk_main: int  # head_dim_k <= dk_main + dk_rest, powers of two
+    dk_rest: int
+    block_dv: int  # the power of two that holds head_dim_v
+    block_m: int
+    block_n: int
+    fan_in: int
+    merge_rows: int
+    num_workers: int
+    min_share: int
+    fixed_parts: bool
+    part_tiles: int
+    whole_rows: int
+
+
+def attend_constants(
+    config: AttendConfig,
+    *,
+    causal: bool,
+    group: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    num_workers: int,
+    fixed_parts: bool,
+) -> AttendConstants:
+    """Join a configuration with the shapes of a call."""
+    main, rest = split_head_dim(head_dim_k)
+    return AttendConstants(
+        causal=causal,
+        group=group,
+        num_kv_heads=num_kv_heads,
+        page_size=page_size,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        dk_main=main,
+        dk_rest=rest,
+        block_dv=max(16, _power_of_two(head_dim_v)),
+        block_m=config.block_m,
+        block_n=config.block_n,
+        fan_in=config.fan_in,
+        merge_rows=min(config.merge_rows, config.block_m),
+        num_workers=num_workers,
+        min_share=config.min_share,
+        fixed_parts=fixed_parts,
+        part_tiles=config.part_tiles,
+        whole_rows=config.whole_rows,
+    )
+
+
+def split_head_dim(head_dim: int) -> tuple[int, int]:
+    """Two powers of two that hold a head dim with less padding than one: 192 = 128 + 64."""
+    whole = max(16, _power_of_two(head_dim))
+    main = whole // 2
+    rest = max(16, _power_of_two(head_dim - main)) if head_dim > main else 0
+    return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
+
+
+def select_attend(
+    *, rows_per_seq: float, head_dim_k: int, head_dim_v: int, itemsize: int
+) -> AttendConfig:
+    """Tiles by how many query rows (tokens times group) a sequence has on average."""
+    wide = max(head_dim_k, head_dim_v) > 128
+    if itemsize == 4:
+        return AttendConfig(16, 32, num_warps=4, num_stages=2, workers_per_sm=2)
+    if rows_per_seq <= 16:
+        return AttendConfig(16, 64, num_warps=2, num_stages=3, workers_per_sm=2)
+    if rows_per_seq <= 32:
+        return AttendConfig(32, 64, num_warps=4, num_stages=3, workers_per_sm=2)
+    if rows_per_seq <= 128 or wide:
+        return AttendConfig(64, 64, num_warps=4, num_stages=2, workers_per_sm=2)
+    return AttendConfig(128, 128, num_warps=8, num_stages=2, workers_per_sm=1)

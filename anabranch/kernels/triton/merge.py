@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.config import MergeConfig, select_merge
-from anabranch.kernels.triton.online_softmax import empty_state, finish_state, merge_part
+from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_parts
 from anabranch.kernels.triton.runtime import require_triton_device
 from anabranch.state import AttentionState
 
@@ -90,10 +90,10 @@ def merge_kernel(
         for _ in range(num_parts):
             lse = tl.load(lses[source] + lse_offsets, row_mask, other=float("-inf"))
             out = tl.load(outs[source] + offsets, mask, other=0.0)
-            state = merge_part(state, out, lse)
+            state = merge_parts(state, out[None, :, :], lse[None, :])
             offsets += strides[0]
             lse_offsets += lse_strides[0]
-    out, lse = finish_state(state)
+    out, lse = finish_merge(state)
 
     tl.debug_barrier()  # in place, another warp may still have to read this LSE
     offsets = (tokens * merged_strides[0] + heads * merged_strides[1])[:, None]

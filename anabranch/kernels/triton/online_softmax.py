@@ -3,6 +3,8 @@
 A running state is (peak, total, acc) with logits in base 2: peak is the largest logit so far,
 total the sum of 2^(logit - peak), acc the same sum weighted by the values. -inf stays in the
 peak; only the pivot that is subtracted is made finite, so an empty state stays empty.
+A running merge is the same with LSEs for logits, in natural log as they come: their differences
+are exact in float32, those of scaled LSEs are not.
 """
 
 import triton
@@ -26,16 +28,33 @@ def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def merge_part(state, out, lse):
-    """Merge a finished part (out [ROWS, DIM], lse [ROWS], natural log) into a running state."""
+def sink_state(logits, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The state of one key with these logits (natural log) and a value of zero."""
+    return logits * LOG2_E, tl.full([ROWS], 1.0, tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+
+
+@triton.jit
+def update_state(state, scores, scale, v):
+    """Attend to one more tile of keys: logits are scores [ROWS, KEYS] times scale > 0."""
     peak, total, acc = state
-    logit = lse * LOG2_E
-    new_peak = tl.maximum(peak, logit)
+    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
     pivot = pivot_of(new_peak)
     keep = tl.exp2(peak - pivot)
-    weight = tl.exp2(logit - pivot)
-    acc = acc * keep[:, None] + out.to(tl.float32) * weight[:, None]
-    return new_peak, total * keep + weight, acc
+    weights = tl.exp2(scores * scale - pivot[:, None])
+    acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+    return new_peak, total * keep + tl.sum(weights, 1), acc
+
+
+@triton.jit
+def merge_parts(state, outs, lses):
+    """Merge finished parts (outs [PARTS, ROWS, DIM], lses [PARTS, ROWS]) into a running merge."""
+    peak, total, acc = state
+    new_peak = tl.maximum(peak, tl.max(lses, 0))
+    pivot = pivot_of(new_peak)
+    keep = tl.exp2((peak - pivot) * LOG2_E)
+    weights = tl.exp2((lses - pivot[None, :]) * LOG2_E)
+    acc = acc * keep[:, None] + tl.sum(outs.to(tl.float32) * weights[:, :, None], 0)
+    return new_peak, total * keep + tl.sum(weights, 0), acc
 
 
 @triton.jit
@@ -44,3 +63,11 @@ def finish_state(state):
     peak, total, acc = state
     out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     return out, (pivot_of(peak) + tl.log2(total)) * LN_2
+
+
+@triton.jit
+def finish_merge(state):
+    """What `finish_state` is to a running state, for a running merge."""
+    peak, total, acc = state
+    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    return out, pivot_of(peak) + tl.log2(total) * LN_2

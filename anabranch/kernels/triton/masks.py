@@ -1,0 +1,56 @@
+"""Who may look at what, as functions of positions; True means attend.
+
+Tokens stand at the end of the keys: token t of a sequence has position seq_len - q_len + t.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def seen_by_any(first_token, last_token, q_len, seq_len, window, CAUSAL: tl.constexpr):
+    """The keys [start, stop) that some token of [first_token, last_token] can see."""
+    shift = seq_len - q_len
+    start = first_token * 0
+    stop = seq_len
+    if CAUSAL:
+        stop = tl.minimum(tl.maximum(shift + last_token + 1, 0), seq_len)
+    if window is not None:
+        start = tl.maximum(shift + first_token - window + 1, 0)
+    return tl.minimum(start, stop), stop
+
+
+@triton.jit
+def seen_by_all(first_token, last_token, q_len, seq_len, window, tree_ptr, CAUSAL: tl.constexpr):
+    """The keys [start, stop) that every token of [first_token, last_token] can see."""
+    shift = seq_len - q_len
+    start = first_token * 0
+    stop = seq_len
+    if tree_ptr is not None:
+        stop = tl.maximum(shift, 0)
+    elif CAUSAL:
+        stop = tl.minimum(tl.maximum(shift + first_token + 1, 0), seq_len)
+    if window is not None:
+        start = tl.maximum(shift + last_token - window + 1, 0)
+    return tl.minimum(start, stop), stop
+
+
+@triton.jit
+def visible(tokens, keys, q_len, seq_len, window, tree_rows, tree_width, CAUSAL: tl.constexpr):
+    """Which of `keys` [KEYS] each of `tokens` [ROWS] attends to, bool [ROWS, KEYS].
+
+    `tree_rows` points at each token's row of the tree mask, which says which of the sequence's own
+    new tokens it sees and takes the place of the causal rule among them.
+    """
+    shift = seq_len - q_len
+    mask = (keys < seq_len)[None, :]
+    if tree_rows is not None:
+        newest = keys - shift
+        listed = (newest >= 0) & (newest < tree_width) & (keys < seq_len)
+        shown = tl.load(tree_rows[:, None] + newest[None, :], listed[None, :], other=0) != 0
+        mask = mask & ((newest < 0)[None, :] | shown)
+    elif CAUSAL:
+        mask = mask & (keys[None, :] <= (shift + tokens)[:, None])
+    if window is not None:
+        mask = mask & (keys[None, :] > (shift + tokens - window)[:, None])
+    return mask

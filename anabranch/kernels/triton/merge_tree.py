@@ -1,0 +1,118 @@
+"""Parts of one pair, left by several workers, merged without a second launch and without waiting.
+
+Parts are the leaves of a tree with fan_in children a node. Whoever arrives last at a node merges
+its children, in order of their keys, into the first child's slot and goes on to the node above; so
+the result does not depend on the order of arrival, and no worker merges more than fan_in parts at
+once. A single last worker would merge dozens alone while the GPU idles.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_parts
+from anabranch.kernels.triton.output import write_rows
+
+
+class Parts(NamedTuple):
+    """Where parts wait for their merge."""
+
+    outs: torch.Tensor  # float32 [num_slots, block_m, block_dv]
+    lses: torch.Tensor  # float32 [num_slots, block_m]
+    counters: torch.Tensor  # int32 [num_slots], all 0 between launches
+
+
+@triton.jit
+def slot_of(part, first_slot, C: tl.constexpr):
+    """The slot of a part (int64). With fixed parts every unit of work has one.
+
+    Otherwise first_slot is the pair's first worker; a worker may end one pair and begin another,
+    so it has two slots.
+    """
+    if C.fixed_parts:
+        return (first_slot + part).to(tl.int64)
+    return (2 * (first_slot + part) + (part == 0)).to(tl.int64)
+
+
+@triton.jit
+def store_slot(out, lse, slot, rows, parts, C: tl.constexpr):
+    """Write rows of a part into its slot."""
+    rows = slot * C.block_m + rows
+    dims = tl.arange(0, C.block_dv)
+    tl.store(parts.outs + rows[:, None] * C.block_dv + dims[None, :], out)
+    tl.store(parts.lses + rows, lse)
+
+
+@triton.jit
+def leave_part(out, lse, part, first_slot, parts, C: tl.constexpr):
+    """Leave a part where the tree looks for it."""
+    rows = tl.arange(0, C.block_m)
+    store_slot(out, lse, slot_of(part, first_slot, C), rows, parts, C)
+
+
+@triton.jit
+def merge_children(slots, present, rows, parts, C: tl.constexpr):
+    """Merge some rows of the parts in `slots`. Loads pass by L1: other workers wrote them."""
+    rows = slots[:, None] * C.block_m + rows[None, :]
+    lses = tl.load(
+        parts.lses + rows, present[:, None], other=float("-inf"), cache_modifier=".cg"
+    )
+    dims = tl.arange(0, C.block_dv)[None, None, :]
+    outs = tl.load(
+        parts.outs + rows[:, :, None] * C.block_dv + dims,
+        present[:, None, None],
+        other=0.0,
+        cache_modifier=".cg",
+    )
+    return finish_merge(merge_parts(empty_state(C.merge_rows, C.block_dv), outs, lses))
+
+
+@triton.jit
+def arrive(counter_ptr, children):
+    """Whether this worker is the last of `children` at a node; that one resets the counter."""
+    tl.debug_barrier()  # every warp's stores come before the release below
+    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == children - 1
+    if is_last:
+        tl.store(counter_ptr, 0)
+    return is_last
+
+
+@triton.jit
+def merge_tree(
+    part,
+    num_parts,
+    first_slot,
+    first_row,
+    num_rows,
+    q_start,
+    kv_head,
+    parts,
+    output,
+    C: tl.constexpr,
+):
+    """Climb from `part` as long as this worker is the last to arrive; at the top, write."""
+    node = part  # the first part below the node reached
+    span = 1  # parts below a child
+    while span < num_parts:
+        node = node // (span * C.fan_in) * (span * C.fan_in)
+        children = tl.minimum(tl.cdiv(num_parts - node, span), C.fan_in)
+        climbs = children == 1
+        if children > 1:
+            # node + span tells a node from all others: fan_in divides it as often as it does span
+            climbs = arrive(parts.counters + slot_of(node + span, first_slot, C), children)
+            if climbs:
+                indices = tl.arange(0, C.fan_in)
+                slots = slot_of(node + indices * span, first_slot, C)
+                for row in range(0, tl.minimum(num_rows - first_row, C.block_m), C.merge_rows):
+                    rows = row + tl.arange(0, C.merge_rows)
+                    out, lse = merge_children(slots, indices < children, rows, parts, C)
+                    if span * C.fan_in >= num_parts:
+                        write_rows(out, lse, first_row + rows, num_rows, q_start, kv_head, output, C)
+                    else:
+                        tl.debug_barrier()  # the first child's slot has been read
+                        store_slot(out, lse, slot_of(node, first_slot, C), rows, parts, C)
+        span = tl.where(climbs, span * C.fan_in, num_parts)

@@ -1,0 +1,196 @@
+"""The plan, made on the device: which keys of which rows each worker attends to.
+
+Queries are cut into blocks of block_m rows (token, head in group) of one sequence, keys into tiles
+of block_n. The tiles of all (block, kv head) pairs stand in one list; worker w takes the tiles
+[w * share, (w + 1) * share) of it. So every worker has equal work, a pair that crosses a boundary
+leaves parts to merge, and there are at most two such parts a worker, whatever the batch.
+
+With fixed parts the list counts parts of part_tiles tiles instead, cut at boundaries that depend on
+the sequence alone, and each is a state of its own: results do not depend on the rest of the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from anabranch.kernels.config import AttendConstants
+from anabranch.kernels.triton.masks import seen_by_any
+
+HEADER: tl.constexpr = tl.constexpr(4)  # share, num_units, num_blocks, first token of nobody
+RECORD: tl.constexpr = tl.constexpr(8)  # of a block, as `read_block` returns it
+
+
+def schedule(
+    buffer: torch.Tensor,  # int32 [schedule_size(...)]
+    cu_seqlens_q: torch.Tensor,
+    seq_lens: torch.Tensor | None,
+    cu_seqlens_k: torch.Tensor | None,
+    max_len: int,  # what the storage holds of one sequence; longer lengths are cut
+    num_tokens: int,
+    window: int | None,
+    constants: AttendConstants,
+) -> None:
+    """Fill `buffer` from lengths that stay on the device."""
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    max_blocks = num_blocks_bound(num_seqs, num_tokens, constants)
+    schedule_kernel[1,](
+        buffer,
+        cu_seqlens_q,
+        seq_lens,
+        cu_seqlens_k,
+        max_len,
+        num_seqs,
+        num_tokens,
+        max_blocks,
+        window,
+        constants,
+        num_warps=8,
+    )
+
+
+def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
+    """Blocks there can be at most: every sequence, and the tokens of nobody, may end in a short one."""
+    return triton.cdiv(num_tokens * constants.group, constants.block_m) + num_seqs + 1
+
+
+def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
+    """Integers in the schedule: header, first block of each worker, blocks, first block of each sequence."""
+    blocks = num_blocks_bound(num_seqs, num_tokens, constants)
+    return HEADER.value + constants.num_workers + blocks * RECORD.value + num_seqs + 1
+
+
+@triton.jit
+def read_block(schedule_ptr, block, C: tl.constexpr):
+    """(origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit)."""
+    record = schedule_ptr + HEADER + C.num_workers + block * RECORD
+    return (
+        tl.load(record),
+        tl.load(record + 1),
+        tl.load(record + 2),
+        tl.load(record + 3),
+        tl.load(record + 4),
+        tl.load(record + 5),
+        tl.load(record + 6),
+        tl.load(record + 7),
+    )
+
+
+@triton.jit
+def units_of(num_tiles, num_rows, C: tl.constexpr):
+    """How many units of work a pair has, and how many tiles one unit has.
+
+    Sequences of whole_rows query rows or more fill the GPU without cutting their keys.
+    """
+    if C.fixed_parts:
+        size = tl.where(num_rows >= C.whole_rows, tl.maximum(num_tiles, 1), C.part_tiles)
+        return tl.cdiv(num_tiles, size), size
+    return num_tiles, num_tiles * 0 + 1
+
+
+@triton.jit
+def last_not_above(sorted_ptr, stride, count, values):
+    """For each value the last index i < count with sorted[i] <= value; sorted[0] is 0."""
+    low = values * 0
+    high = low + count
+    remaining = count
+    while remaining > 1:
+        middle = (low + high) // 2
+        below = tl.load(sorted_ptr + middle * stride) <= values
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+        remaining = (remaining + 1) // 2
+    return low
+
+
+@triton.jit
+def query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens):
+    """First token and number of tokens; sequence `num_seqs` owns the tokens of nobody."""
+    start = tl.load(cu_seqlens_q_ptr + seqs, seqs <= num_seqs, other=0)
+    stop = tl.load(cu_seqlens_q_ptr + seqs + 1, seqs < num_seqs, other=num_tokens)
+    return start, tl.maximum(tl.minimum(stop, num_tokens) - start, 0)
+
+
+@triton.jit
+def key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len):
+    """Origin in the storage (a table row, a batch row or a packed row) and number of keys."""
+    owned = seqs < num_seqs
+    origin = seqs
+    length = tl.where(owned, max_len, 0)
+    if cu_seqlens_k_ptr is not None:
+        origin = tl.load(cu_seqlens_k_ptr + seqs, owned, other=0)
+        length = tl.load(cu_seqlens_k_ptr + seqs + 1, owned, other=0) - origin
+    if seq_lens_ptr is not None:
+        length = tl.load(seq_lens_ptr + seqs, owned, other=0)
+    return origin, tl.minimum(tl.maximum(length, 0), max_len)
+
+
+@triton.jit(do_not_specialize=["max_len", "num_seqs", "num_tokens", "max_blocks", "window"])
+def schedule_kernel(
+    schedule_ptr,  # header, workers [num_workers], blocks [max_blocks, RECORD], seqs [num_seqs + 1]
+    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    seq_lens_ptr,  # [num_seqs] or None
+    cu_seqlens_k_ptr,  # [num_seqs + 1] or None
+    max_len,
+    num_seqs,
+    num_tokens,
+    max_blocks,
+    window,  # or None
+    C: tl.constexpr,
+    CHUNK: tl.constexpr = 256,
+):
+    workers_ptr = schedule_ptr + HEADER
+    blocks_ptr = workers_ptr + C.num_workers
+    seqs_ptr = blocks_ptr + max_blocks * RECORD
+    lanes = tl.arange(0, CHUNK)
+
+    num_blocks = 0  # before each sequence
+    for start in range(0, num_seqs + 1, CHUNK):
+        seqs = start + lanes
+        _, q_len = query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens)
+        blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.group, C.block_m), 0)
+        tl.store(seqs_ptr + seqs, num_blocks + tl.cumsum(blocks) - blocks, seqs <= num_seqs)
+        num_blocks += tl.sum(blocks)
+    num_blocks = tl.minimum(num_blocks, max_blocks)
+    tl.debug_barrier()
+
+    num_units = 0  # before each block
+    for start in range(0, num_blocks, CHUNK):
+        blocks = start + lanes
+        inside = blocks < num_blocks
+        seqs = last_not_above(seqs_ptr, 1, num_seqs + 1, blocks)
+        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens)
+        origin, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
+        num_rows = q_len * C.group
+        first_row = (blocks - tl.load(seqs_ptr + seqs)) * C.block_m
+        last_row = tl.minimum(first_row + C.block_m, num_rows) - 1
+        key_start, key_stop = seen_by_any(
+            first_row // C.group, last_row // C.group, q_len, seq_len, window, C.causal
+        )
+        first_tile = key_start // C.block_n
+        num_tiles = tl.cdiv(key_stop, C.block_n) - first_tile
+        num_tiles = tl.where(key_stop > key_start, num_tiles, 0)
+        units, _ = units_of(num_tiles, num_rows, C)
+        units = tl.where(inside, units * C.num_kv_heads, 0)
+        record = blocks_ptr + blocks * RECORD
+        tl.store(record, origin, inside)
+        tl.store(record + 1, first_row, inside)
+        tl.store(record + 2, q_start, inside)
+        tl.store(record + 3, q_len, inside)
+        tl.store(record + 4, seq_len, inside)
+        tl.store(record + 5, first_tile, inside)
+        tl.store(record + 6, num_tiles, inside)
+        tl.store(record + 7, num_units + tl.cumsum(units) - units, inside)
+        num_units += tl.sum(units)
+    tl.debug_barrier()
+
+    share = tl.maximum(tl.cdiv(num_units, C.num_workers), C.min_share)
+    tl.store(schedule_ptr, share)
+    tl.store(schedule_ptr + 1, num_units)
+    tl.store(schedule_ptr + 2, num_blocks)
+    tl.store(schedule_ptr + 3, tl.load(cu_seqlens_q_ptr + num_seqs))
+    for start in range(0, C.num_workers, CHUNK):
+        workers = start + lanes
+        block = last_not_above(blocks_ptr + 7, RECORD, num_blocks, workers * share)
+        tl.store(workers_ptr + workers, block, workers < C.num_workers)

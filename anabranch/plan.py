@@ -1,0 +1,247 @@
+"""make_plan(): how the keys of a step are cut into parts, made once and shared by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import astuple, dataclass, fields
+from functools import cache
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from anabranch.kernels.config import (
+    AttendConfig,
+    AttendConstants,
+    attend_constants,
+    select_attend,
+)
+from anabranch.keys import DenseKV, KeySource, PagedKV, RaggedKV
+from anabranch.shapes import check_device, check_dtype
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+INTERPRETER_SMS = 3  # few, so that small tests have pairs that cross workers
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A division of work, in device memory, and the room in which parts wait for their merge.
+
+    It holds for every attend() with the same queries, lengths and masks: the layers of one step.
+    Made inside a captured graph, it is made anew from the lengths at each replay.
+    """
+
+    schedule: torch.Tensor  # int32
+    outs: torch.Tensor  # float32 [num_slots, block_m, block_dv]
+    lses: torch.Tensor  # float32 [num_slots, block_m]
+    counters: torch.Tensor  # int32 [num_slots], 0 between calls
+    constants: AttendConstants
+    num_warps: int
+    num_stages: int
+    num_tokens: int
+    num_seqs: int
+    window: int | None
+
+    def static(self) -> list[int]:
+        """All that is not a tensor, as integers; `plan_from` reads them back."""
+        window = -1 if self.window is None else self.window
+        tail = (self.num_warps, self.num_stages, self.num_tokens, self.num_seqs, window)
+        return [*map(int, astuple(self.constants)), *tail]
+
+
+def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
+    """A plan from what an operator's arguments can carry."""
+    count = len(fields(AttendConstants))
+    num_warps, num_stages, num_tokens, num_seqs, window = static[count:]
+    return Plan(
+        *tensors,
+        AttendConstants(*static[:count]),  # pyright: ignore[reportArgumentType]
+        num_warps,
+        num_stages,
+        num_tokens,
+        num_seqs,
+        None if window < 0 else window,
+    )
+
+
+def make_plan(
+    q: torch.Tensor,
+    keys: KeySource,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    tree_mask: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    config: AttendConfig | None = None,
+) -> Plan:
+    """Divide the work of `attend(q, keys, ...)` with these options among the GPU's processors.
+
+    Only the shape, dtype and device of `q` and `keys` matter, and the lengths, which are read on
+    the device. With `batch_invariant`, keys are cut at fixed boundaries, so that a sequence's
+    result has the same bits in any batch of the same query length. `config` overrides the tiles.
+    """
+    check_masks(causal=causal, window=window, tree_mask=tree_mask)
+    return plan_queries(
+        pack_queries(q, keys, cu_seqlens_q),
+        keys,
+        causal=causal and tree_mask is None,
+        window=window,
+        fixed_parts=batch_invariant,
+        config=config,
+    )
+
+
+def plan_queries(
+    queries: Queries,
+    keys: KeySource,
+    *,
+    causal: bool,
+    window: int | None,
+    fixed_parts: bool = False,
+    config: AttendConfig | None = None,
+) -> Plan:
+    """make_plan() for queries that are packed and checked."""
+    q = queries.packed
+    num_tokens, num_heads, head_dim_k = q.shape
+    group = num_heads // keys.k.shape[-2]
+    config = config or select_attend(
+        rows_per_seq=num_tokens * group / max(keys.num_seqs, 1),
+        head_dim_k=head_dim_k,
+        head_dim_v=keys.v.shape[-1],
+        itemsize=q.element_size(),
+    )
+    constants = attend_constants(
+        config,
+        causal=causal,
+        group=group,
+        num_kv_heads=keys.k.shape[-2],
+        page_size=keys.page_size if isinstance(keys, PagedKV) else 1,
+        head_dim_k=head_dim_k,
+        head_dim_v=keys.v.shape[-1],
+        num_workers=num_sms(q.device) * config.workers_per_sm,
+        fixed_parts=fixed_parts,
+    )
+    return _fill(queries, keys, constants, config, window)
+
+
+def _fill(
+    queries: Queries,
+    keys: KeySource,
+    constants: AttendConstants,
+    config: AttendConfig,
+    window: int | None,
+) -> Plan:
+    from anabranch.kernels.triton import schedule
+
+    num_tokens, num_seqs = queries.packed.shape[0], keys.num_seqs
+    device = queries.packed.device
+    num_slots = _num_slots(keys, num_tokens, constants)
+    size = schedule.schedule_size(num_seqs, num_tokens, constants)
+    shape = (num_slots, constants.block_m)
+    plan = Plan(
+        schedule=torch.empty(size, dtype=torch.int32, device=device),
+        outs=torch.empty((*shape, constants.block_dv), dtype=torch.float32, device=device),
+        lses=torch.empty(shape, dtype=torch.float32, device=device),
+        counters=torch.zeros(num_slots, dtype=torch.int32, device=device),
+        constants=constants,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        num_tokens=num_tokens,
+        num_seqs=num_seqs,
+        window=window,
+    )
+    schedule.schedule(
+        plan.schedule,
+        queries.starts(),
+        None if isinstance(keys, RaggedKV) else keys.seq_lens,
+        keys.cu_seqlens if isinstance(keys, RaggedKV) else None,
+        max_keys(keys),
+        num_tokens,
+        window,
+        constants,
+    )
+    return plan
+
+
+def max_keys(keys: KeySource) -> int:
+    """How many keys of one sequence the storage can hold."""
+    if isinstance(keys, PagedKV):
+        return keys.page_table.shape[1] * keys.page_size
+    return keys.k.shape[1] if isinstance(keys, DenseKV) else keys.k.shape[0]
+
+
+def _num_slots(keys: KeySource, num_tokens: int, constants: AttendConstants) -> int:
+    """Two for each worker; with fixed parts, one for each unit there can be."""
+    if not constants.fixed_parts:
+        return 2 * constants.num_workers
+    part = constants.part_tiles * constants.block_n
+    blocks = -(-num_tokens * constants.group // constants.block_m) + keys.num_seqs + 1
+    units = blocks * -(-max_keys(keys) // part)
+    if isinstance(keys, RaggedKV):  # the storage bounds all sequences together
+        per_seq = -(-constants.whole_rows // constants.block_m)
+        units = min(units, blocks + per_seq * (keys.k.shape[0] // part + keys.num_seqs))
+    return max(units, blocks) * constants.num_kv_heads
+
+
+@cache
+def num_sms(device: torch.device) -> int:
+    """Processors of a GPU; a few for the interpreter on the CPU."""
+    if device.type == "cpu":
+        return INTERPRETER_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def check_masks(*, causal: bool, window: int | None, tree_mask: torch.Tensor | None) -> None:
+    """Refuse rules that contradict each other."""
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, a token's own key, got {window}")
+    if tree_mask is not None and window is not None:
+        raise ValueError(f"tree_mask has no order for a window to count in, got window={window}")
+    if tree_mask is not None and not causal:
+        raise ValueError("tree_mask replaces the causal rule among new tokens, got causal=False")
+
+
+class Queries(NamedTuple):
+    """Packed queries and where each sequence of them begins."""
+
+    packed: torch.Tensor  # [num_tokens, num_heads, head_dim]
+    cu_seqlens: torch.Tensor | None  # int32 [num_seqs + 1], or q_len tokens a sequence
+    q_len: int
+    num_seqs: int
+
+    def starts(self) -> torch.Tensor:
+        """cu_seqlens, made now if nobody gave it."""
+        if self.cu_seqlens is not None:
+            return self.cu_seqlens
+        steps = torch.arange(self.num_seqs + 1, dtype=torch.int32, device=self.packed.device)
+        return steps * self.q_len
+
+
+def pack_queries(
+    q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | None
+) -> Queries:
+    """Check how queries belong to sequences, and flatten padded ones."""
+    if q.dim() not in (3, 4):
+        raise ValueError(f"q must have 3 or 4 dimensions, got shape {tuple(q.shape)}")
+    padded = q.dim() == 4
+    packed = q.flatten(0, 1) if padded else q
+    if cu_seqlens_q is None:
+        if q.shape[0] != keys.num_seqs:
+            raise ValueError(
+                f"q has {q.shape[0]} sequences, the keys have {keys.num_seqs}; packed queries of "
+                "other lengths than 1 need cu_seqlens_q"
+            )
+        return Queries(packed, None, q.shape[1] if padded else 1, keys.num_seqs)
+    if padded:
+        raise ValueError(
+            f"cu_seqlens_q goes with packed queries of 3 dimensions, got q {tuple(q.shape)}"
+        )
+    check_dtype("cu_seqlens_q", cu_seqlens_q, (torch.int32,))
+    check_device("cu_seqlens_q", cu_seqlens_q, q.device)
+    if cu_seqlens_q.shape != (keys.num_seqs + 1,):
+        raise ValueError(
+            f"cu_seqlens_q must be [{keys.num_seqs + 1}] for {keys.num_seqs} sequences of keys, "
+            f"got shape {tuple(cu_seqlens_q.shape)}"
+        )
+    return Queries(packed, cu_seqlens_q, 0, keys.num_seqs)
