@@ -1,0 +1,1 @@
+"""Benchmarks: cases, implementations, timing and results behind one runner."""

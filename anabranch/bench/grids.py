@@ -1,0 +1,166 @@
+"""Which cases a benchmark runs: the merge grid, the peers' table, models, sweeps, the CPU's few."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from anabranch.bench.cases import AttendCase, Case, MergeCase, unite
+
+MERGE_TOKENS = (256, 512, 613, 1024, 1536, 4096, 16384)
+MERGE_HEADS = (16, 32, 48)
+CONTEXTS = (8192, 16384, 32768, 65536, 131072)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PREFILLS = (1024, 2048, 4096, 8192, 16384, 32768)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The attention of a well-known model; a window is that of its local layers."""
+
+    name: str
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    window: int | None = None
+
+    def shape(self, case: AttendCase) -> AttendCase:
+        """The case with the heads of this model."""
+        return replace(
+            case,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            head_dim_v=self.head_dim,
+            window=self.window,
+            groups=("models",),
+            models=(self.name,),
+        )
+
+
+MODELS = (
+    Model("Llama-3 8B", 32, 8, 128),
+    Model("Llama-3 70B", 64, 8, 128),
+    Model("Qwen3 0.6B", 16, 8, 128),
+    Model("Qwen3 4B", 32, 8, 128),
+    Model("Qwen3 14B", 40, 8, 128),
+    Model("Qwen3 32B", 64, 8, 128),
+    Model("Gemma 3 4B global", 8, 4, 256),
+    Model("Gemma 3 4B local", 8, 4, 256, window=1024),
+    Model("Gemma 3 27B global", 32, 16, 128),
+    Model("Gemma 3 27B local", 32, 16, 128, window=1024),
+    Model("SmolLM2 135M", 9, 3, 64),
+)
+
+
+def merge_cases() -> list[MergeCase]:
+    """The grid of the merge."""
+    return [
+        MergeCase(num_tokens, num_heads, dtype=dtype, groups=("grid",))
+        for dtype in ("float16", "bfloat16", "float32")
+        for num_heads in MERGE_HEADS
+        for num_tokens in MERGE_TOKENS
+    ]
+
+
+def decode_cases() -> list[AttendCase]:
+    """One query for each sequence."""
+    table = (
+        AttendCase("decode", 1, 8192),
+        AttendCase("decode", 8, 8192),
+        AttendCase("decode", 64, 4096),
+        AttendCase("decode", 128, 1024),
+        AttendCase("decode", 1, 131072),
+        AttendCase("decode", 16, 8192, num_heads=64),
+    )
+    return unite(
+        [
+            *_grouped("table", table),
+            *(model.shape(AttendCase("decode", 16, 8192)) for model in MODELS),
+            *_grouped("context", (AttendCase("decode", 1, length) for length in CONTEXTS)),
+            *_grouped("context", (AttendCase("decode", 8, length) for length in CONTEXTS)),
+            *_grouped("batch", (AttendCase("decode", size, 4096) for size in BATCHES)),
+            *_grouped("pages", (AttendCase("decode", 8, 8192, page_size=page) for page in PAGES)),
+        ]
+    )
+
+
+def verify_cases() -> list[AttendCase]:
+    """A few queries for each sequence, as a draft of a speculative decoder leaves them."""
+    table = (
+        AttendCase("verify", 8, 8192, q_len=4),
+        AttendCase("verify", 64, 4096, q_len=4),
+        AttendCase("verify", 8, 259, q_len=3, num_heads=64),
+        AttendCase("verify", 1, 32768, q_len=8),
+    )
+    queries = (1, 2, 4, 8, 16)
+    return unite(
+        [
+            *_grouped("table", table),
+            *_grouped("queries", (AttendCase("verify", 8, 8192, q_len=q) for q in queries)),
+            *_grouped("queries", (AttendCase("verify", 64, 4096, q_len=q) for q in queries)),
+            *(model.shape(AttendCase("verify", 16, 8192, q_len=4)) for model in MODELS),
+        ]
+    )
+
+
+def prefill_cases() -> list[AttendCase]:
+    """Whole prompts."""
+    table = (
+        replace(_prefill(1, 8192), flex=True),
+        _prefill(4, 4096),
+        _prefill(2, 2048),
+        _prefill(1, 16384),
+        _prefill(8, 1024, num_heads=64, num_kv_heads=16, head_dim=64, head_dim_v=64),
+        _prefill(1, 8192, num_heads=16, num_kv_heads=16, head_dim=192),
+        _prefill(1, 8192, head_dim=256, head_dim_v=256),
+    )
+    return unite(
+        [
+            *_grouped("table", table),
+            *(model.shape(_prefill(1, 4096)) for model in MODELS),
+            *_grouped("context", (_prefill(1, length) for length in PREFILLS)),
+        ]
+    )
+
+
+def _prefill(num_seqs: int, seq_len: int, **shape: int) -> AttendCase:
+    return replace(AttendCase("prefill", num_seqs, seq_len, seq_len), **shape)
+
+
+def _grouped(group: str, cases: Iterable[AttendCase]) -> list[AttendCase]:
+    return [replace(case, groups=(group,)) for case in cases]
+
+
+def cpu_cases(bench: str) -> list[Case]:
+    """Small sizes for a machine without a GPU, in float32."""
+    heads = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "head_dim_v": 64}
+    if bench == "merge":
+        return [case for case in merge_cases() if case.num_tokens <= 1024 and case.num_heads == 16]
+    if bench == "prefill":
+        cases = [_prefill(1, 256, **heads), _prefill(4, 512, **heads), _prefill(1, 1024)]
+    else:
+        q_len = 4 if bench == "verify" else 1
+        small = replace(AttendCase("decode", 1, 1024, q_len), **heads)
+        cases = [small, replace(small, num_seqs=8), AttendCase("decode", 1, 4096, q_len)]
+    return [replace(case, bench=bench, dtype="float32", groups=("cpu",)) for case in cases]
+
+
+GPU_CASES = {
+    "merge": merge_cases,
+    "decode": decode_cases,
+    "verify": verify_cases,
+    "prefill": prefill_cases,
+}
+
+
+def cases_of(bench: str, device: str, *, quick: bool = False, pattern: str = "") -> list[Case]:
+    """The cases of a benchmark on a kind of device, those whose name or model has the pattern.
+
+    `quick` keeps three of them, spread over the list.
+    """
+    cases = cpu_cases(bench) if device == "cpu" else list[Case](GPU_CASES[bench]())
+    wanted = pattern.lower()
+    cases = [c for c in cases if wanted in " ".join((c.name, *c.models, *c.groups)).lower()]
+    return cases[:: max(1, len(cases) // 3)][:3] if quick else cases

@@ -1,0 +1,77 @@
+"""This library's own implementations, called as a user calls them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal
+
+import anabranch as ab
+from anabranch.bench.exact import Answer
+from anabranch.bench.implementations import Implementation, Prepared, UnavailableError, require
+from anabranch.bench.inputs import AttendInputs, MergeInputs
+from anabranch.merge import load_implementation
+from anabranch.state import AttentionState
+
+Layout = Literal["dense", "ragged", "paged"]
+
+
+def implementations(bench: str, device: str) -> list[Implementation]:
+    """Ours for a benchmark; the first that works is the one that tables rate."""
+    if bench == "merge":
+        names = ("cuda", "triton", "torch") if device == "cuda" else ("torch",)
+        return [Implementation(name, "ours", partial(_merge, name)) for name in names]
+    if bench == "prefill":
+        return [
+            Implementation("anabranch", "ours", partial(_attend, "dense")),
+            Implementation("anabranch ragged", "ours", partial(_variant, "ragged")),
+            Implementation("anabranch paged", "ours", partial(_variant, "paged")),
+        ]
+    found = [
+        Implementation("anabranch", "ours", partial(_attend, "paged")),
+        Implementation("anabranch contiguous", "ours", partial(_variant, "dense")),
+    ]
+    if device == "cuda":
+        invariant = partial(_variant, "paged", batch_invariant=True)
+        found.insert(1, Implementation("anabranch batch-invariant", "ours", invariant))
+    return found
+
+
+def _answer(state: AttentionState) -> Answer:
+    return Answer(state.out, state.lse)
+
+
+def _merge(impl: str, inputs: MergeInputs) -> Prepared:
+    try:
+        load_implementation(impl, inputs.pairs[0][0].out.device)
+    except (ImportError, RuntimeError) as reason:
+        raise UnavailableError(str(reason)) from reason
+    return Prepared([partial(ab.merge, a, b, impl=impl) for a, b in inputs.pairs], _answer)
+
+
+def _variant(layout: Layout, inputs: AttendInputs, *, batch_invariant: bool = False) -> Prepared:
+    """Another layout or plan; each compiles again for every shape, so not for every shape."""
+    compared = set(inputs.case.groups) - {"models", "pages"}
+    require(bool(compared), "compared in the other cases only")
+    return _attend(layout, inputs, batch_invariant=batch_invariant)
+
+
+def _attend(layout: Layout, inputs: AttendInputs, *, batch_invariant: bool = False) -> Prepared:
+    """With a plan made beforehand on a GPU; the CPU's implementation takes none."""
+    keys = {"dense": inputs.dense, "ragged": inputs.ragged, "paged": inputs.paged}[layout]
+    attend = partial(
+        ab.attend, cu_seqlens_q=inputs.cu_seqlens_q, causal=True, window=inputs.case.window
+    )
+    make_plan = None
+    if inputs.queries[0].is_cuda:
+        make_plan = partial(
+            ab.make_plan,
+            inputs.queries[0],
+            keys[0],
+            cu_seqlens_q=inputs.cu_seqlens_q,
+            causal=True,
+            window=inputs.case.window,
+            batch_invariant=batch_invariant,
+        )
+        attend = partial(attend, plan=make_plan())
+    calls = [partial(attend, q, source) for q, source in zip(inputs.queries, keys, strict=True)]
+    return Prepared(calls, _answer, make_plan)

@@ -1,0 +1,112 @@
+"""FlashInfer: its merge, and decode and append over paged keys. It compiles itself on first use."""
+
+from __future__ import annotations
+
+import math
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from anabranch.bench.cases import DTYPES
+from anabranch.bench.exact import Answer
+from anabranch.bench.implementations import Prepared, require
+from anabranch.bench.inputs import AttendInputs, MergeInputs
+from anabranch.bench.peers.site import import_peer
+from anabranch.state import AttentionState
+
+WORKSPACE_BYTES = 256 << 20
+
+
+def merge(inputs: MergeInputs) -> Prepared:
+    """merge_state, whose LSE is in base 2: converted before the clock runs."""
+    library = import_peer("flashinfer")
+    require(inputs.case.dtype != "float32", "merges 16-bit states only")
+
+    def base_2(state: AttentionState) -> tuple[torch.Tensor, torch.Tensor]:
+        return state.out, state.lse * math.log2(math.e)
+
+    calls = [partial(library.merge_state, *base_2(a), *base_2(b)) for a, b in inputs.pairs]
+    return Prepared(calls, lambda result: Answer(result[0], result[1] * math.log(2)))
+
+
+def attend(inputs: AttendInputs) -> Prepared:
+    """Decode on tensor cores for one query, append for more: one compiled module serves both."""
+    case = inputs.case
+    # Every head dim and every window is another compilation of half a minute.
+    require(case.head_dim == case.head_dim_v == 128, "compiled for head dim 128 only")
+    require(case.window is None, "compiled without a window only")
+    library = import_peer("flashinfer")
+    wrapper, make_plan = (_decode if case.q_len == 1 else _append)(library, inputs)
+    make_plan()
+    calls = [
+        partial(wrapper.run, q, (keys.k, keys.v), out=torch.empty_like(q))
+        for q, keys in zip(inputs.queries, inputs.paged, strict=True)
+    ]
+    return Prepared(calls, Answer, make_plan)
+
+
+@cache
+def _workspace() -> torch.Tensor:
+    return torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device="cuda")
+
+
+def _table(inputs: AttendInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The page table as indptr, indices and the number of keys in each last page."""
+    case, table = inputs.case, inputs.paged[0].page_table
+    indptr = torch.arange(case.num_seqs + 1, dtype=torch.int32, device=table.device)
+    last = case.seq_len - (table.shape[1] - 1) * case.page_size
+    lasts = torch.full((case.num_seqs,), last, dtype=torch.int32, device=table.device)
+    return indptr * table.shape[1], table.flatten(), lasts
+
+
+def _decode(library: Any, inputs: AttendInputs) -> tuple[Any, partial[Any]]:
+    case, (indptr, indices, lasts) = inputs.case, _table(inputs)
+    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+        _workspace(),
+        use_cuda_graph=True,
+        use_tensor_cores=True,
+        paged_kv_indptr_buffer=indptr.clone(),
+        paged_kv_indices_buffer=indices.clone(),
+        paged_kv_last_page_len_buffer=lasts.clone(),
+        backend="fa2",
+    )
+    make_plan = partial(
+        wrapper.plan,
+        indptr,
+        indices,
+        lasts,
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        case.page_size,
+        q_data_type=DTYPES[case.dtype],
+    )
+    return wrapper, make_plan
+
+
+def _append(library: Any, inputs: AttendInputs) -> tuple[Any, partial[Any]]:
+    case, (indptr, indices, lasts) = inputs.case, _table(inputs)
+    wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
+        _workspace(),
+        use_cuda_graph=True,
+        qo_indptr_buf=inputs.cu_seqlens_q.clone(),
+        paged_kv_indptr_buf=indptr.clone(),
+        paged_kv_indices_buf=indices.clone(),
+        paged_kv_last_page_len_buf=lasts.clone(),
+        backend="fa2",
+    )
+    make_plan = partial(
+        wrapper.plan,
+        inputs.cu_seqlens_q,
+        indptr,
+        indices,
+        lasts,
+        case.num_heads,
+        case.num_kv_heads,
+        case.head_dim,
+        case.page_size,
+        causal=True,
+        q_data_type=DTYPES[case.dtype],
+    )
+    return wrapper, make_plan

@@ -1,0 +1,139 @@
+"""Results as a table: a line for each case, a column for each implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import groupby
+from statistics import median
+
+from anabranch.bench.results import Header, Results, Row
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Cells of text, and what a reader must know to read them."""
+
+    title: str
+    columns: list[str]
+    lines: list[list[str]]
+    notes: list[str]
+
+
+def make_table(results: Results) -> Table:
+    """All rows of a run. Rate, ceiling and speedup are those of our first implementation."""
+    names = list(dict.fromkeys(row.implementation for row in results.rows))
+    unit = results.rows[0].unit if results.rows else "GB/s"
+    cases = groupby(results.rows, key=lambda row: row.case)
+    return Table(
+        title=f"{results.header.bench} on {results.header.device}",
+        columns=["case", *names, "speedup", unit, "% of ceiling"],
+        lines=[_line(list(rows), names) for _, rows in cases],
+        notes=[*_reading(results.header), *_plans(results.rows), *_reasons(results.rows)],
+    )
+
+
+def _line(rows: list[Row], names: Sequence[str]) -> list[str]:
+    by_name = {row.implementation: row for row in rows}
+    cells = [_cell(by_name[name]) if name in by_name else "" for name in names]
+    models = ", ".join(rows[0].shape["models"])
+    head = f"{rows[0].case} ({models})" if models else rows[0].case
+    rated = next((row for row in rows if row.role == "ours" and row.us is not None), None)
+    if rated is None:
+        return [head, *cells, "", "", ""]
+    rate, percent = format_number(rated.rate), format_number(rated.percent_of_ceiling)
+    return [head, *cells, _speedup(rated), rate, percent]
+
+
+def _speedup(row: Row) -> str:
+    if row.ratio is None:
+        return ""
+    return f"{row.ratio:.2f}x" + (" torch" if row.best_peer == "torch" else "")
+
+
+def _cell(row: Row) -> str:
+    if row.us is None:
+        return "-" if row.status == "unavailable" else row.status
+    if row.shape["bench"] == "merge" and row.eager_us is not None:
+        return f"{format_number(row.us)} / {format_number(row.eager_us)}"
+    return format_number(row.us)
+
+
+def format_number(value: float | None) -> str:
+    """Three significant digits, without an exponent."""
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _reading(header: Header) -> list[str]:
+    gpu = not header.device.startswith("CPU")
+    times = "Microseconds, wall clock on a CPU; numbers of a GPU need a GPU."
+    if gpu:
+        how = "in a CUDA graph / called from Python" if header.bench == "merge" else ""
+        times = f"Microseconds {how or 'in a CUDA graph'}, inputs rotating past the L2 cache."
+    ceilings = header.ceilings
+    return [
+        times,
+        "Speedup: time of the best peer / ours; over torch where no peer is.",
+        f"Measured ceilings: read {ceilings.read_gb_s:.0f} GB/s, "
+        f"matmul {format_number(ceilings.matmul_tflop_s)} TFLOP/s.",
+    ]
+
+
+def _plans(rows: Sequence[Row]) -> list[str]:
+    plans: dict[str, list[float]] = {}
+    for row in rows:
+        if row.plan_us is not None:
+            plans.setdefault(row.implementation, []).append(row.plan_us)
+    if not plans:
+        return []
+    costs = (f"{name} {format_number(median(us))}" for name, us in plans.items())
+    return [f"Plan, once a step and not in the times, median microseconds: {', '.join(costs)}."]
+
+
+def _reasons(rows: Sequence[Row]) -> list[str]:
+    """Each reason once, with the number of cases that it holds for."""
+    counts: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        if row.status != "ok":
+            key = (row.implementation, row.status, row.note)
+            counts[key] = counts.get(key, 0) + 1
+    return [f"{name} {status} in {n}: {note}" for (name, status, note), n in counts.items()]
+
+
+def print_table(table: Table) -> None:
+    """To standard output."""
+    if find_spec("rich") is None:
+        print(plain_text(table))
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console()
+    if not console.is_terminal:  # a pipe has no width to fit into
+        console.width = 240
+    shown = RichTable(title=table.title, box=box.SIMPLE, title_justify="left")
+    for i, column in enumerate(table.columns):
+        shown.add_column(column, justify="right" if i else "left", overflow="fold")
+    for line in table.lines:
+        shown.add_row(*line)
+    console.print(shown)
+    for note in table.notes:
+        console.print(note, style="dim", markup=False, highlight=False)
+
+
+def plain_text(table: Table) -> str:
+    """Aligned columns."""
+    grid = [table.columns, *table.lines]
+    widths = [max(len(line[i]) for line in grid) for i in range(len(table.columns))]
+    lines = [
+        "  ".join(
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in grid
+    ]
+    return "\n".join([table.title, *lines, *table.notes])
