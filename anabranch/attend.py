@@ -7,6 +7,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,6 +23,9 @@ from anabranch.plan import (
 )
 from anabranch.shapes import Sizes, check_device, check_dtype
 from anabranch.state import AttentionState
+
+if TYPE_CHECKING:
+    from anabranch.kernels.triton.addressing import Pages
 
 IMPLEMENTATIONS = ("torch", "triton")
 ENVIRONMENT_VARIABLE = "ANABRANCH_ATTEND"
@@ -198,9 +202,19 @@ def _attend_triton(
         causal = options.causal and options.tree_mask is None
         plan = plan_queries(queries, keys, causal=causal, window=options.window)
     tree = options.tree_mask
+    k, v = _pages(keys)
+    table, boxes = None, None
+    if isinstance(keys, PagedKV):
+        table = keys.page_table
+    else:
+        rows = keys.k.shape[1] if isinstance(keys, DenseKV) else 1
+        boxes = kernel.boxes_of(k, v, rows, keys.k.shape[0], plan.constants)
     kernel.attend(
         q,
-        kernel.Keys(*_storage(keys)),
+        k,
+        v,
+        boxes,
+        table,
         kernel.Rules(
             options.scale * math.log2(math.e),
             options.softcap,
@@ -219,12 +233,14 @@ def _attend_triton(
     return AttentionState(out, lse)
 
 
-def _storage(keys: KeySource) -> tuple[object, ...]:
-    """Tensors with strides [page, key, head, dim]; a contiguous sequence is one long page."""
+def _pages(keys: KeySource) -> tuple[Pages, Pages]:
+    """Keys and values with strides [page, key, head, dim]; a contiguous sequence is one long page."""
+    from anabranch.kernels.triton.addressing import Pages
+
     k, v = keys.k.stride(), keys.v.stride()
-    if isinstance(keys, RaggedKV):  # the page is counted in keys
+    if isinstance(keys, RaggedKV):  # a sequence's page begins at any key
         k, v = (k[0], *k), (v[0], *v)
-    return keys.k, k, keys.v, v, keys.page_table if isinstance(keys, PagedKV) else None
+    return Pages(keys.k, *k), Pages(keys.v, *v)
 
 
 def check_lengths(queries: Queries, keys: KeySource) -> None:

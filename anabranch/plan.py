@@ -46,12 +46,12 @@ class Plan:
         """All that is not a tensor, as integers; `plan_from` reads them back."""
         window = -1 if self.window is None else self.window
         tail = (self.num_warps, self.num_stages, self.num_tokens, self.num_seqs, window)
-        return [*map(int, astuple(self.constants)), *tail]
+        return [*map(int, astuple(self.constants)[:-1]), *tail]
 
 
 def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
     """A plan from what an operator's arguments can carry."""
-    count = len(fields(AttendConstants))
+    count = len(fields(AttendConstants)) - 1  # page strides come with the keys
     num_warps, num_stages, num_tokens, num_seqs, window = static[count:]
     return Plan(
         *tensors,
@@ -119,7 +119,7 @@ def plan_queries(
         page_size=keys.page_size if isinstance(keys, PagedKV) else 1,
         head_dim_k=head_dim_k,
         head_dim_v=keys.v.shape[-1],
-        num_workers=num_sms(q.device) * config.workers_per_sm,
+        num_workers=max(1, num_sms(q.device) * config.workers_per_sm // keys.k.shape[-2]),
         fixed_parts=fixed_parts,
     )
     return _fill(queries, keys, constants, config, window)
@@ -174,7 +174,7 @@ def max_keys(keys: KeySource) -> int:
 def _num_slots(keys: KeySource, num_tokens: int, constants: AttendConstants) -> int:
     """Two for each worker; with fixed parts, one for each unit there can be."""
     if not constants.fixed_parts:
-        return 2 * constants.num_workers
+        return 2 * constants.num_workers * constants.num_kv_heads
     part = constants.part_tiles * constants.block_n
     blocks = -(-num_tokens * constants.group // constants.block_m) + keys.num_seqs + 1
     units = blocks * -(-max_keys(keys) // part)

@@ -18,8 +18,12 @@ class MergeConfig:
 
 
 def select_merge(head_dim: int) -> MergeConfig:
-    """At least 2048 elements a program: one row a program is dispatch-bound."""
-    return MergeConfig(block_rows=max(1, 2048 // _power_of_two(head_dim)), num_warps=4)
+    """At least 2048 elements a program: one row a program is dispatch-bound.
+
+    Rows that are no multiple of 16 elements are loaded one by one; with 4 warps they spill.
+    """
+    block_rows = max(1, 2048 // _power_of_two(head_dim))
+    return MergeConfig(block_rows, num_warps=4 if head_dim % 16 == 0 else 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,9 @@ class AttendConstants:
     fixed_parts: bool
     part_tiles: int
     whole_rows: int
+    # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
+    # save a fifth of the inner loop's instructions
+    page_strides: tuple[int, int, int, int] | None = None
 
 
 def attend_constants(

@@ -1,35 +1,67 @@
-"""Where a key lies: pages and rows in paged storage, one long page otherwise."""
+"""Where rows lie: tensors with named strides, and keys in pages or in one long page."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
 import triton
 import triton.language as tl
 
 
+class Rows(NamedTuple):
+    """A tensor [tokens, heads, dims] and its strides, flat so that kernels can pass it on."""
+
+    ptr: torch.Tensor
+    token: int
+    head: int
+    dim: int
+
+
+class Pages(NamedTuple):
+    """A tensor [pages, keys, heads, dims] and its strides."""
+
+    ptr: torch.Tensor
+    page: int
+    key: int
+    head: int
+    dim: int
+
+
+
 @triton.jit
-def locate(keys, inside, origin, table_ptr, table_stride, PAGE_SIZE: tl.constexpr):
-    """Page (int64) and row in it for `keys` of the sequence at `origin`.
-
-    Paged, `origin` is the sequence's row of the table; keys not `inside` read no entry of it.
-    Contiguous, the sequence is one page, and `origin` counts strides of the storage.
-    """
-    if table_ptr is None:
-        return origin.to(tl.int64), keys
-    entries = table_ptr + origin.to(tl.int64) * table_stride + keys // PAGE_SIZE
-    pages = tl.load(entries) if inside is None else tl.load(entries, inside, other=0)
-    return pages.to(tl.int64), keys % PAGE_SIZE
+def dim_ptrs(ptr, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr):
+    """Pointers [1, WIDTH] to dims [FIRST, FIRST + WIDTH) of the row at `ptr`."""
+    return ptr + ((FIRST + tl.arange(0, WIDTH)) * dim_stride)[None, :]
 
 
 @triton.jit
-def load_rows(
-    ptr, offsets, inside, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr
-):
-    """Rows at `offsets`, dims [FIRST, FIRST + WIDTH) of DIM; zero beyond DIM and outside."""
-    dims = FIRST + tl.arange(0, WIDTH)
-    ptrs = ptr + offsets[:, None] + (dims * dim_stride)[None, :]
+def load_rows(ptrs, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
+    """Rows at `offsets` from `dim_ptrs`; dims beyond DIM are zero."""
+    ptrs = ptrs + offsets[:, None]
     if FIRST + WIDTH > DIM:
-        mask = (dims < DIM)[None, :]
-        if inside is not None:
-            mask = mask & inside[:, None]
-        return tl.load(ptrs, mask, other=0.0)
-    if inside is not None:
-        return tl.load(ptrs, inside[:, None], other=0.0)
-    return tl.load(ptrs)
+        rows = tl.load(ptrs, (FIRST + tl.arange(0, WIDTH) < DIM)[None, :], other=0.0)
+    else:
+        rows = tl.load(ptrs)
+    return rows
+
+
+@triton.jit
+def load_pages(keys, origin, table_ptr, table_stride, PAGE_SIZE: tl.constexpr):
+    """The page of each key of the sequence at `origin`, its row of the table.
+
+    Contiguous keys have no table: the sequence is one page, and `origin` counts page strides.
+    """
+    pages = origin
+    if table_ptr is not None:
+        pages = tl.load(table_ptr + origin.to(tl.int64) * table_stride + keys.to(tl.uint32) // PAGE_SIZE)
+    return pages
+
+
+@triton.jit
+def key_offsets(keys, pages, page_stride, key_stride, table_ptr, PAGE_SIZE: tl.constexpr):
+    """Element offsets (int64) of keys in their pages."""
+    rows = keys.to(tl.int64) * key_stride
+    if table_ptr is not None:
+        rows = (keys.to(tl.uint32) % PAGE_SIZE).to(tl.int32) * key_stride  # in a page: < 2^31
+    return pages.to(tl.int64) * page_stride + rows

@@ -7,14 +7,24 @@ merged in a tree whose every node is done by the worker that arrives there last.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anabranch.kernels.config import AttendConstants
-from anabranch.kernels.triton.addressing import load_rows, locate
+from anabranch.kernels.triton.addressing import (
+    Pages,
+    Rows,
+    dim_ptrs,
+    key_offsets,
+    load_pages,
+    load_rows,
+)
 from anabranch.kernels.triton.masks import seen_by_all, visible
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
 from anabranch.kernels.triton.online_softmax import (
@@ -24,18 +34,8 @@ from anabranch.kernels.triton.online_softmax import (
     sink_state,
     update_state,
 )
-from anabranch.kernels.triton.output import Output, write_rows
-from anabranch.kernels.triton.schedule import HEADER, read_block, units_of
-
-
-class Keys(NamedTuple):
-    """Keys and values as the kernel takes them; contiguous ones have no table."""
-
-    k: torch.Tensor  # [pages, page_size, num_kv_heads, head_dim_k]
-    k_strides: tuple[int, ...]
-    v: torch.Tensor  # [pages, page_size, num_kv_heads, head_dim_v]
-    v_strides: tuple[int, ...]
-    table: torch.Tensor | None  # int32 [num_seqs, max_pages]
+from anabranch.kernels.triton.output import write_rows
+from anabranch.kernels.triton.schedule import read_block, read_header, read_worker, units_of
 
 
 class Rules(NamedTuple):
@@ -47,9 +47,46 @@ class Rules(NamedTuple):
     tree: torch.Tensor | None  # uint8 [num_tokens, tree_width]
 
 
+class Boxes(NamedTuple):
+    """Contiguous keys as the tensor memory accelerator takes them: 2D, a row for each key."""
+
+    k: TensorDescriptor  # boxes [block_n, dk_main] of [rows, heads and dims]
+    k_rest: TensorDescriptor  # boxes [block_n, dk_rest]; those of k again without a rest
+    v: TensorDescriptor  # boxes [block_n, block_dv]
+
+
+def boxes_of(
+    k: Pages, v: Pages, rows: int, origins: int, constants: AttendConstants
+) -> Boxes | None:
+    """Descriptors of contiguous keys, or None where the accelerator cannot take them.
+
+    `origins` sequences (or, packed, keys) begin `rows` rows apart.
+    """
+    c = constants
+    exact = c.head_dim_k == c.dk_main + c.dk_rest and c.head_dim_v == c.block_dv
+    if not exact or c.block_m < 64 or k.ptr.element_size() != 2:
+        return None
+    for pages in (k, v):
+        aligned = pages.ptr.data_ptr() % 16 == 0 and pages.key % 8 == 0 and pages.head % 8 == 0
+        if not aligned or pages.dim != 1 or pages.page != pages.key * rows:
+            return None
+    def box(pages: Pages, dim: int, width: int) -> TensorDescriptor:
+        shape = [origins * rows, (c.num_kv_heads - 1) * pages.head + dim]
+        return TensorDescriptor(pages.ptr, shape, [pages.key, 1], [c.block_n, width])
+
+    return Boxes(
+        box(k, c.head_dim_k, c.dk_main),
+        box(k, c.head_dim_k, c.dk_rest or c.dk_main),
+        box(v, c.head_dim_v, c.block_dv),
+    )
+
+
 def attend(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
-    keys: Keys,
+    k: Pages,
+    v: Pages,
+    boxes: Boxes | None,
+    table: torch.Tensor | None,  # int32 [num_seqs, max_pages]; contiguous keys have none
     rules: Rules,
     sinks: torch.Tensor | None,
     out: torch.Tensor,
@@ -60,22 +97,33 @@ def attend(
     num_warps: int,
     num_stages: int,
 ) -> None:
-    """Write the state of `q` over `keys`, as `schedule` divides the work."""
-    attend_kernel[constants.num_workers,](
-        q,
-        q.stride(),
-        keys,
-        0 if keys.table is None else keys.table.stride(0),
+    """Write the state of `q` over the keys, as `schedule` divides the work."""
+    attend_kernel[constants.num_kv_heads, constants.num_workers](
+        Rows(q, *q.stride()),
+        k,
+        v,
+        *(boxes or (None, None, None)),
+        table,
+        0 if table is None else table.stride(0),
         rules,
         0 if rules.tree is None else rules.tree.shape[1],
         sinks,
-        Output(out, out.stride(), lse, lse.stride()),
+        Rows(out, *out.stride()),
+        Rows(lse, *lse.stride(), 0),
         schedule,
         parts,
-        constants,
+        constants if table is None else with_page_strides(constants, k[1:3] + v[1:3]),
         num_warps=num_warps,
         num_stages=num_stages,
     )
+
+
+@cache
+def with_page_strides(
+    constants: AttendConstants, strides: tuple[int, int, int, int]
+) -> AttendConstants:
+    """The constants for a paged cache with these strides."""
+    return replace(constants, page_strides=strides)
 
 
 @triton.jit
@@ -87,62 +135,97 @@ def capped(scores, scale, softcap):
 @triton.jit
 def attend_tiles(
     state,
-    q,  # [block_m, dk_main] and [block_m, dk_rest], or None for the second
+    q,  # [block_m, dk_main] and [block_m, dk_rest]
     tokens,  # [block_m], counted in the sequence
     tree_rows,  # pointers [block_m] or None
     tile,
     stop,
     pair,  # origin, q_len, seq_len, kv_head
-    keys,
+    k,
+    v,
+    k_box,
+    k_rest_box,
+    v_box,
+    table_ptr,
     table_stride,
     rules,
     tree_width,
     C: tl.constexpr,
     MASKED: tl.constexpr,
+    BOXED: tl.constexpr,
 ):
-    """Attend to the tiles [tile, stop); without MASKED every token sees all of their keys."""
+    """Attend to the tiles [tile, stop).
+
+    Without MASKED every token sees all of their keys. BOXED tiles lie wholly inside the sequence and
+    are copied as boxes by the tensor memory accelerator.
+    """
     origin, q_len, seq_len, kv_head = pair
-    k_ptr = keys.k + kv_head.to(tl.int64) * keys.k_strides[2]
-    v_ptr = keys.v + kv_head.to(tl.int64) * keys.v_strides[2]
+    k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
+    k_ptrs = dim_ptrs(k_ptr, k.dim, 0, C.dk_main)
+    rest_ptrs = k_ptrs  # unused without a rest
+    if C.dk_rest > 0:
+        rest_ptrs = dim_ptrs(k_ptr, k.dim, C.dk_main, C.dk_rest)
+    v_ptrs = dim_ptrs(v.ptr + kv_head.to(tl.int64) * v.head, v.dim, 0, C.block_dv)
+    if C.page_strides is not None:
+        k_page, k_key = C.page_strides[0], C.page_strides[1]
+        v_page, v_key = C.page_strides[2], C.page_strides[3]
+    else:
+        k_page, k_key, v_page, v_key = k.page, k.key, v.page, v.key
+    box_row = origin * (k.page // k.key)
+    # Keys behind the last one read it again, masked: a clamp costs less than a masked copy.
+    keys = tile * C.block_n + tl.arange(0, C.block_n)
+    pages = load_pages(tl.minimum(keys, seq_len - 1), origin, table_ptr, table_stride, C.page_size)
     for index in tl.range(tile, stop):
-        positions = index * C.block_n + tl.arange(0, C.block_n)
-        inside = None
-        if MASKED:
-            inside = positions < seq_len
-        page, row = locate(positions, inside, origin, keys.table, table_stride, C.page_size)
-        offsets = page * keys.k_strides[0] + row.to(tl.int64) * keys.k_strides[1]
-        k = load_rows(k_ptr, offsets, inside, keys.k_strides[3], 0, C.dk_main, C.head_dim_k)
-        scores = tl.dot(q[0], tl.trans(k), input_precision="ieee")
+        keys = index * C.block_n + tl.arange(0, C.block_n)
+        if BOXED:
+            tile_k = k_box.load([box_row + index * C.block_n, kv_head * k.head])
+        else:
+            safe_keys = tl.minimum(keys, seq_len - 1)
+            offsets = key_offsets(safe_keys, pages, k_page, k_key, table_ptr, C.page_size)
+            tile_k = load_rows(k_ptrs, offsets, 0, C.dk_main, C.head_dim_k)
+        scores = tl.dot(q[0], tl.trans(tile_k), input_precision="ieee")
         if C.dk_rest > 0:
-            k = load_rows(
-                k_ptr, offsets, inside, keys.k_strides[3], C.dk_main, C.dk_rest, C.head_dim_k
-            )
-            scores = tl.dot(q[1], tl.trans(k), scores, input_precision="ieee")
+            if BOXED:
+                column = kv_head * k.head + C.dk_main
+                tile_k = k_rest_box.load([box_row + index * C.block_n, column])
+            else:
+                tile_k = load_rows(rest_ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
+            scores = tl.dot(q[1], tl.trans(tile_k), scores, input_precision="ieee")
         scale = rules.scale
         if rules.softcap is not None:
             scores = capped(scores, rules.scale, rules.softcap)
             scale = LOG2_E
         if MASKED:
             seen = visible(
-                tokens, positions, q_len, seq_len, rules.window, tree_rows, tree_width, C.causal
+                tokens, keys, q_len, seq_len, rules.window, tree_rows, tree_width, C.causal
             )
             scores = tl.where(seen, scores, float("-inf"))
-        offsets = page * keys.v_strides[0] + row.to(tl.int64) * keys.v_strides[1]
-        v = load_rows(v_ptr, offsets, inside, keys.v_strides[3], 0, C.block_dv, C.head_dim_v)
-        state = update_state(state, scores, scale, v)
+        if BOXED:
+            tile_v = v_box.load([box_row + index * C.block_n, kv_head * v.head])
+        else:
+            offsets = key_offsets(safe_keys, pages, v_page, v_key, table_ptr, C.page_size)
+            tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
+            # The next tile's pages are on their way while this tile is attended to.
+            next_keys = tl.minimum(keys + C.block_n, seq_len - 1)
+            pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
+        state = update_state(state, scores, scale, tile_v)
     return state
 
 
 @triton.jit
 def attend_pair(
-    q_ptr,
-    q_strides,
+    q,  # Rows
     block,  # first_row, q_start
     pair,  # origin, q_len, seq_len, kv_head
     tile,
     stop,
     is_first,  # whether this is the first part of the pair, which also holds the sink
-    keys,
+    k,
+    v,
+    k_box,
+    k_rest_box,
+    v_box,
+    table_ptr,
     table_stride,
     rules,
     tree_width,
@@ -156,11 +239,13 @@ def attend_pair(
     row_mask = rows < q_len * C.group
     tokens = rows // C.group
     heads = kv_head * C.group + rows % C.group
-    offsets = (q_start + tokens).to(tl.int64) * q_strides[0] + heads * q_strides[1]
-    q = load_rows(q_ptr, offsets, row_mask, q_strides[2], 0, C.dk_main, C.head_dim_k)
-    q_rest = None
+    offsets = (q_start + tokens).to(tl.int64) * q.token + heads * q.head
+    offsets = tl.where(row_mask, offsets, 0)  # rows of nobody read a row and are never written
+    q_main = load_rows(dim_ptrs(q.ptr, q.dim, 0, C.dk_main), offsets, 0, C.dk_main, C.head_dim_k)
+    q_rest = q_main  # unused without a rest
     if C.dk_rest > 0:
-        q_rest = load_rows(q_ptr, offsets, row_mask, q_strides[2], C.dk_main, C.dk_rest, C.head_dim_k)
+        ptrs = dim_ptrs(q.ptr, q.dim, C.dk_main, C.dk_rest)
+        q_rest = load_rows(ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
     tree_rows = None
     if rules.tree is not None:  # rows that are never written read their sequence's first
         tree_rows = rules.tree + (q_start + tl.where(row_mask, tokens, 0)).to(tl.int64) * tree_width
@@ -169,62 +254,70 @@ def attend_pair(
         logits = tl.load(sinks_ptr + heads, row_mask & is_first, other=float("-inf"))
         state = sink_state(logits.to(tl.float32), C.block_m, C.block_dv)
 
-    full = (tile, tile)
+    full_start, full_stop, boxed_stop = tile, tile, tile
     if C.block_m >= 64:  # a short block waits for memory and has time to mask every tile
         last_token = (tl.minimum(first_row + C.block_m, q_len * C.group) - 1) // C.group
         start, end = seen_by_all(
             first_row // C.group, last_token, q_len, seq_len, rules.window, rules.tree, C.causal
         )
         full_start = tl.minimum(tl.maximum(tl.cdiv(start, C.block_n), tile), stop)
-        full = (full_start, tl.minimum(tl.maximum(end // C.block_n, full_start), stop))
+        full_stop = tl.minimum(tl.maximum(end // C.block_n, full_start), stop)
+        boxed_stop = full_stop
         if rules.window is not None:
             state = attend_tiles(
-                state, (q, q_rest), tokens, tree_rows, tile, full[0], pair,
-                keys, table_stride, rules, tree_width, C, True,
+                state, (q_main, q_rest), tokens, tree_rows, tile, full_start, pair,
+                k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
             )  # fmt: skip
         state = attend_tiles(
-            state, (q, q_rest), tokens, tree_rows, full[0], full[1], pair,
-            keys, table_stride, rules, tree_width, C, False,
+            state, (q_main, q_rest), tokens, tree_rows, full_start, full_stop, pair,
+            k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, False, k_box is not None,
         )  # fmt: skip
+        if k_box is not None:
+            boxed_stop = tl.minimum(tl.maximum(seq_len // C.block_n, full_stop), stop)
+            state = attend_tiles(
+                state, (q_main, q_rest), tokens, tree_rows, full_stop, boxed_stop, pair,
+                k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, True,
+            )  # fmt: skip
     return attend_tiles(
-        state, (q, q_rest), tokens, tree_rows, full[1], stop, pair,
-        keys, table_stride, rules, tree_width, C, True,
+        state, (q_main, q_rest), tokens, tree_rows, boxed_stop, stop, pair,
+        k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["table_stride", "tree_width"])
 def attend_kernel(
-    q_ptr,  # [num_tokens, num_heads, head_dim_k]
-    q_strides,
-    keys,  # Keys
+    q,  # Rows [num_tokens, num_heads, head_dim_k]
+    k,  # Pages [num_pages, page_size, num_kv_heads, head_dim_k]
+    v,  # Pages [num_pages, page_size, num_kv_heads, head_dim_v]
+    k_box,  # Boxes, or None for each
+    k_rest_box,
+    v_box,
+    table_ptr,  # [num_seqs, max_pages] or None
     table_stride,
     rules,  # Rules
     tree_width,
     sinks_ptr,  # [num_heads] or None
-    output,  # Output
+    out_rows,  # Rows [num_tokens, num_heads, head_dim_v]
+    lse_rows,  # Rows [num_tokens, num_heads, 1]
     schedule_ptr,  # as schedule.py lays it out
     parts,  # Parts
     C: tl.constexpr,  # AttendConstants
 ):
-    worker = tl.program_id(0)
-    share = tl.load(schedule_ptr)
-    num_units = tl.load(schedule_ptr + 1)
-    num_blocks = tl.load(schedule_ptr + 2)
-    block = tl.load(schedule_ptr + HEADER + worker)
+    kv_head = tl.program_id(0)
+    worker = tl.program_id(1)
+    share, num_units, num_blocks, num_empty, orphans = read_header(schedule_ptr)
+    block, record = read_worker(schedule_ptr, worker)
     unit = worker * share
     stop = tl.minimum(unit + share, num_units)
     while unit < stop:
-        origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit = read_block(
-            schedule_ptr, block, C
-        )
+        origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit = record
         num_rows = q_len * C.group
         units, unit_tiles = units_of(num_tiles, num_rows, C)
-        if unit >= first_unit + units * C.num_kv_heads:
+        begin = unit - first_unit
+        if begin >= units:
             block += 1
+            record = read_block(schedule_ptr, block, C)
         else:
-            kv_head = (unit - first_unit) // units
-            first_unit += kv_head * units  # of this pair
-            begin = unit - first_unit
             taken = tl.minimum(units - begin, stop - unit)
             if C.fixed_parts:
                 taken = taken * 0 + 1
@@ -232,13 +325,13 @@ def attend_kernel(
             tile = first_tile + begin * unit_tiles
             tile_stop = tl.minimum(tile + taken * unit_tiles, first_tile + num_tiles)
             state = attend_pair(
-                q_ptr, q_strides, (first_row, q_start), (origin, q_len, seq_len, kv_head),
-                tile, tile_stop, begin == 0, keys, table_stride, rules, tree_width, sinks_ptr, C,
+                q, (first_row, q_start), (origin, q_len, seq_len, kv_head), tile, tile_stop,
+                begin == 0, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, sinks_ptr, C,
             )  # fmt: skip
             out, lse = finish_state(state)
             if taken == units:
                 rows = first_row + tl.arange(0, C.block_m)
-                write_rows(out, lse, rows, num_rows, q_start, kv_head, output, C)
+                write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
             else:
                 if C.fixed_parts:
                     part, num_parts, first_slot = begin, units, first_unit
@@ -246,22 +339,21 @@ def attend_kernel(
                     first_slot = first_unit // share
                     part = worker - first_slot
                     num_parts = (first_unit + units - 1) // share - first_slot + 1
-                leave_part(out, lse, part, first_slot, parts, C)
+                leave_part(out, lse, part, first_slot, kv_head, parts, C)
                 merge_tree(
                     part, num_parts, first_slot, first_row, num_rows, q_start, kv_head,
-                    parts, output, C,
+                    parts, out_rows, lse_rows, C,
                 )  # fmt: skip
 
-    orphans = tl.load(schedule_ptr + 3)
-    for block in range(worker, num_blocks, C.num_workers):
-        _, first_row, q_start, q_len, _, _, num_tiles, _ = read_block(schedule_ptr, block, C)
-        if num_tiles == 0:  # no keys: no worker's share leads here
-            rows = first_row + tl.arange(0, C.block_m)
-            num_rows = q_len * C.group
-            out, lse = finish_state(empty_state(C.block_m, C.block_dv))
-            for kv_head in range(C.num_kv_heads):
+    if num_empty > 0:  # blocks that see no keys: no worker's share leads there
+        for block in range(worker, num_blocks, C.num_workers):
+            _, first_row, q_start, q_len, _, _, num_tiles, _ = read_block(schedule_ptr, block, C)
+            if num_tiles == 0:
+                rows = first_row + tl.arange(0, C.block_m)
+                num_rows = q_len * C.group
+                out, lse = finish_state(empty_state(C.block_m, C.block_dv))
                 if sinks_ptr is not None:
                     heads = kv_head * C.group + rows % C.group
                     owned = (rows < num_rows) & (q_start < orphans)
                     lse = tl.load(sinks_ptr + heads, owned, other=float("-inf")).to(tl.float32)
-                write_rows(out, lse, rows, num_rows, q_start, kv_head, output, C)
+                write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)

@@ -5,12 +5,15 @@ A source is a stack of parts behind one pointer; two separate states are two sou
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.config import MergeConfig, select_merge
-from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_parts
+from anabranch.kernels.config import select_merge
+from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_part
 from anabranch.kernels.triton.runtime import require_triton_device
 from anabranch.state import AttentionState
 
@@ -44,18 +47,28 @@ def merge(
         None if lse is None else lse.stride(),
         num_rows,
         num_heads,
-        **merge_constants(head_dim, config),
+        HEAD_DIM=head_dim,
+        BLOCK_ROWS=config.block_rows,
+        BLOCK_D=triton.next_power_of_2(head_dim),
         num_warps=config.num_warps,
     )
 
 
-def merge_constants(head_dim: int, config: MergeConfig) -> dict[str, int]:
-    """The constexpr arguments, shared by the launch and by ahead-of-time compilation."""
-    return {
-        "HEAD_DIM": head_dim,
-        "BLOCK_ROWS": config.block_rows,
-        "BLOCK_D": triton.next_power_of_2(head_dim),
-    }
+def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Launches on meta tensors that cover the configurations, sources and dtypes."""
+    half, single = torch.float16, torch.float32
+
+    def launch(lead: tuple[int, ...], sources: int, head_dim: int, *dtypes: torch.dtype) -> object:
+        shape = (*lead, 64, 8, head_dim)
+        part = AttentionState.empty(shape, dtype=dtypes[0], device="meta")
+        merged = AttentionState.empty(shape[-3:], dtype=dtypes[1], device="meta")
+        return merge((part,) * sources, bool(lead), *merged)
+
+    for head_dim in (1, 64, 72, 128, 192, 512):
+        yield f"two float16, head dim {head_dim}", partial(launch, (), 2, head_dim, half, half)
+    yield "two float32", partial(launch, (), 2, 128, single, single)
+    yield "eight float16", partial(launch, (), 8, 128, half, half)
+    yield "stacked float32 into float16", partial(launch, (17,), 1, 128, single, half)
 
 
 @triton.jit(do_not_specialize=["num_parts", "num_rows", "num_heads"])
@@ -90,7 +103,7 @@ def merge_kernel(
         for _ in range(num_parts):
             lse = tl.load(lses[source] + lse_offsets, row_mask, other=float("-inf"))
             out = tl.load(outs[source] + offsets, mask, other=0.0)
-            state = merge_parts(state, out[None, :, :], lse[None, :])
+            state = merge_part(state, out, lse)
             offsets += strides[0]
             lse_offsets += lse_strides[0]
     out, lse = finish_merge(state)

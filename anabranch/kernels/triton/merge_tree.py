@@ -27,15 +27,16 @@ class Parts(NamedTuple):
 
 
 @triton.jit
-def slot_of(part, first_slot, C: tl.constexpr):
-    """The slot of a part (int64). With fixed parts every unit of work has one.
+def slot_of(part, first_slot, kv_head, C: tl.constexpr):
+    """The slot of a part (int64). With fixed parts every unit of work has one for each kv head.
 
     Otherwise first_slot is the pair's first worker; a worker may end one pair and begin another,
-    so it has two slots.
+    so it has two.
     """
-    if C.fixed_parts:
-        return (first_slot + part).to(tl.int64)
-    return (2 * (first_slot + part) + (part == 0)).to(tl.int64)
+    slot = first_slot + part
+    if not C.fixed_parts:
+        slot = 2 * slot + (part == 0)
+    return slot.to(tl.int64) * C.num_kv_heads + kv_head
 
 
 @triton.jit
@@ -48,10 +49,10 @@ def store_slot(out, lse, slot, rows, parts, C: tl.constexpr):
 
 
 @triton.jit
-def leave_part(out, lse, part, first_slot, parts, C: tl.constexpr):
+def leave_part(out, lse, part, first_slot, kv_head, parts, C: tl.constexpr):
     """Leave a part where the tree looks for it."""
     rows = tl.arange(0, C.block_m)
-    store_slot(out, lse, slot_of(part, first_slot, C), rows, parts, C)
+    store_slot(out, lse, slot_of(part, first_slot, kv_head, C), rows, parts, C)
 
 
 @triton.jit
@@ -91,7 +92,8 @@ def merge_tree(
     q_start,
     kv_head,
     parts,
-    output,
+    out_rows,
+    lse_rows,
     C: tl.constexpr,
 ):
     """Climb from `part` as long as this worker is the last to arrive; at the top, write."""
@@ -103,16 +105,19 @@ def merge_tree(
         climbs = children == 1
         if children > 1:
             # node + span tells a node from all others: fan_in divides it as often as it does span
-            climbs = arrive(parts.counters + slot_of(node + span, first_slot, C), children)
+            climbs = arrive(parts.counters + slot_of(node + span, first_slot, kv_head, C), children)
             if climbs:
                 indices = tl.arange(0, C.fan_in)
-                slots = slot_of(node + indices * span, first_slot, C)
+                slots = slot_of(node + indices * span, first_slot, kv_head, C)
                 for row in range(0, tl.minimum(num_rows - first_row, C.block_m), C.merge_rows):
                     rows = row + tl.arange(0, C.merge_rows)
                     out, lse = merge_children(slots, indices < children, rows, parts, C)
                     if span * C.fan_in >= num_parts:
-                        write_rows(out, lse, first_row + rows, num_rows, q_start, kv_head, output, C)
+                        write_rows(
+                            out, lse, first_row + rows, num_rows, q_start, kv_head,
+                            out_rows, lse_rows, C,
+                        )  # fmt: skip
                     else:
                         tl.debug_barrier()  # the first child's slot has been read
-                        store_slot(out, lse, slot_of(node, first_slot, C), rows, parts, C)
+                        store_slot(out, lse, slot_of(node, first_slot, kv_head, C), rows, parts, C)
         span = tl.where(climbs, span * C.fan_in, num_parts)

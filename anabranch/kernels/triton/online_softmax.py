@@ -46,6 +46,21 @@ def update_state(state, scores, scale, v):
 
 
 @triton.jit
+def merge_part(state, out, lse):
+    """Merge one finished part (out [ROWS, DIM], lse [ROWS]) into a running merge.
+
+    `merge_parts` of a [1, ROWS, DIM] tile takes 255 registers instead of 64 (float16, sm_90).
+    """
+    peak, total, acc = state
+    new_peak = tl.maximum(peak, lse)
+    pivot = pivot_of(new_peak)
+    keep = tl.exp2((peak - pivot) * LOG2_E)
+    weight = tl.exp2((lse - pivot) * LOG2_E)
+    acc = acc * keep[:, None] + out.to(tl.float32) * weight[:, None]
+    return new_peak, total * keep + weight, acc
+
+
+@triton.jit
 def merge_parts(state, outs, lses):
     """Merge finished parts (outs [PARTS, ROWS, DIM], lses [PARTS, ROWS]) into a running merge."""
     peak, total, acc = state

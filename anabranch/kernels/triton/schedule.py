@@ -1,9 +1,12 @@
 """The plan, made on the device: which keys of which rows each worker attends to.
 
 Queries are cut into blocks of block_m rows (token, head in group) of one sequence, keys into tiles
-of block_n. The tiles of all (block, kv head) pairs stand in one list; worker w takes the tiles
-[w * share, (w + 1) * share) of it. So every worker has equal work, a pair that crosses a boundary
+of block_n. The tiles of all blocks stand in one list; worker w takes the tiles
+[w * share, (w + 1) * share) of it. So every worker has equal work, a block that crosses a boundary
 leaves parts to merge, and there are at most two such parts a worker, whatever the batch.
+
+A worker is a team of programs, one for each kv head, launched side by side: what they read lies side
+by side in memory too (apart in time, a page's heads cost a fifth of the bandwidth).
 
 With fixed parts the list counts parts of part_tiles tiles instead, cut at boundaries that depend on
 the sequence alone, and each is a state of its own: results do not depend on the rest of the batch.
@@ -18,8 +21,9 @@ import triton.language as tl
 from anabranch.kernels.config import AttendConstants
 from anabranch.kernels.triton.masks import seen_by_any
 
-HEADER: tl.constexpr = tl.constexpr(4)  # share, num_units, num_blocks, first token of nobody
-RECORD: tl.constexpr = tl.constexpr(8)  # of a block, as `read_block` returns it
+HEADER: tl.constexpr = tl.constexpr(8)  # as `read_header` returns it
+RECORD: tl.constexpr = tl.constexpr(8)  # of a block, as `read_record` returns it
+WORKER: tl.constexpr = tl.constexpr(16)  # its first block, and a copy of that block's record at 8
 
 
 def schedule(
@@ -56,15 +60,26 @@ def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants)
 
 
 def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
-    """Integers in the schedule: header, first block of each worker, blocks, first block of each sequence."""
+    """Integers in the schedule: header, workers, blocks, first block of each sequence."""
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
-    return HEADER.value + constants.num_workers + blocks * RECORD.value + num_seqs + 1
+    return HEADER.value + constants.num_workers * WORKER.value + blocks * RECORD.value + num_seqs + 1
 
 
 @triton.jit
-def read_block(schedule_ptr, block, C: tl.constexpr):
+def read_header(schedule_ptr):
+    """(units a worker takes, all units, blocks, empty blocks, first token of nobody)."""
+    return (
+        tl.load(schedule_ptr),
+        tl.load(schedule_ptr + 1),
+        tl.load(schedule_ptr + 2),
+        tl.load(schedule_ptr + 3),
+        tl.load(schedule_ptr + 4),
+    )
+
+
+@triton.jit
+def read_record(record):
     """(origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit)."""
-    record = schedule_ptr + HEADER + C.num_workers + block * RECORD
     return (
         tl.load(record),
         tl.load(record + 1),
@@ -78,15 +93,28 @@ def read_block(schedule_ptr, block, C: tl.constexpr):
 
 
 @triton.jit
+def read_block(schedule_ptr, block, C: tl.constexpr):
+    """The record of a block."""
+    return read_record(schedule_ptr + HEADER + C.num_workers * WORKER + block * RECORD)
+
+
+@triton.jit
+def read_worker(schedule_ptr, worker):
+    """The block a worker begins in, and its record: nothing to wait for but one load."""
+    ptr = schedule_ptr + HEADER + worker * WORKER
+    return tl.load(ptr), read_record(ptr + 8)
+
+
+@triton.jit
 def units_of(num_tiles, num_rows, C: tl.constexpr):
-    """How many units of work a pair has, and how many tiles one unit has.
+    """How many units of work a block has, and how many tiles one unit has.
 
     Sequences of whole_rows query rows or more fill the GPU without cutting their keys.
     """
+    size = num_tiles * 0 + 1
     if C.fixed_parts:
         size = tl.where(num_rows >= C.whole_rows, tl.maximum(num_tiles, 1), C.part_tiles)
-        return tl.cdiv(num_tiles, size), size
-    return num_tiles, num_tiles * 0 + 1
+    return tl.cdiv(num_tiles, size), size
 
 
 @triton.jit
@@ -128,7 +156,7 @@ def key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len):
 
 @triton.jit(do_not_specialize=["max_len", "num_seqs", "num_tokens", "max_blocks", "window"])
 def schedule_kernel(
-    schedule_ptr,  # header, workers [num_workers], blocks [max_blocks, RECORD], seqs [num_seqs + 1]
+    schedule_ptr,  # header, workers [num_workers, WORKER], blocks [max_blocks, RECORD], seqs [num_seqs + 1]
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs] or None
     cu_seqlens_k_ptr,  # [num_seqs + 1] or None
@@ -141,7 +169,7 @@ def schedule_kernel(
     CHUNK: tl.constexpr = 256,
 ):
     workers_ptr = schedule_ptr + HEADER
-    blocks_ptr = workers_ptr + C.num_workers
+    blocks_ptr = workers_ptr + C.num_workers * WORKER
     seqs_ptr = blocks_ptr + max_blocks * RECORD
     lanes = tl.arange(0, CHUNK)
 
@@ -156,6 +184,7 @@ def schedule_kernel(
     tl.debug_barrier()
 
     num_units = 0  # before each block
+    num_empty = 0
     for start in range(0, num_blocks, CHUNK):
         blocks = start + lanes
         inside = blocks < num_blocks
@@ -172,7 +201,8 @@ def schedule_kernel(
         num_tiles = tl.cdiv(key_stop, C.block_n) - first_tile
         num_tiles = tl.where(key_stop > key_start, num_tiles, 0)
         units, _ = units_of(num_tiles, num_rows, C)
-        units = tl.where(inside, units * C.num_kv_heads, 0)
+        units = tl.where(inside, units, 0)
+        num_empty += tl.sum((inside & (units == 0)).to(tl.int32))
         record = blocks_ptr + blocks * RECORD
         tl.store(record, origin, inside)
         tl.store(record + 1, first_row, inside)
@@ -189,8 +219,13 @@ def schedule_kernel(
     tl.store(schedule_ptr, share)
     tl.store(schedule_ptr + 1, num_units)
     tl.store(schedule_ptr + 2, num_blocks)
-    tl.store(schedule_ptr + 3, tl.load(cu_seqlens_q_ptr + num_seqs))
+    tl.store(schedule_ptr + 3, num_empty)
+    tl.store(schedule_ptr + 4, tl.load(cu_seqlens_q_ptr + num_seqs))
     for start in range(0, C.num_workers, CHUNK):
         workers = start + lanes
         block = last_not_above(blocks_ptr + 7, RECORD, num_blocks, workers * share)
-        tl.store(workers_ptr + workers, block, workers < C.num_workers)
+        inside = workers < C.num_workers
+        tl.store(workers_ptr + workers * WORKER, block, inside)
+        fields = tl.arange(0, RECORD)[None, :]
+        record = tl.load(blocks_ptr + block[:, None] * RECORD + fields)
+        tl.store(workers_ptr + (workers * WORKER + 8)[:, None] + fields, record, inside[:, None])
