@@ -72,7 +72,7 @@ class RaggedKV:
 
 @dataclass(frozen=True, slots=True)
 class PagedKV:
-    """Pages and a table; key `p` of sequence i is row `p % page_size` of its `p // page_size`th page.
+    """Pages and a table; key p of sequence i is row `p % page_size` of page `p // page_size` of it.
 
     The caches may have any strides, so a `[pages, heads, page_size, dim]` layout or a packed K|V
     cache comes in as a view.

@@ -72,16 +72,19 @@ def merge(
         states = (_parts_first(states, dim),)
     _check(states, stacked)
     first = states[0].out
+    if out_dtype is not None and out_dtype not in FLOATS:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise ValueError(f"out_dtype must be one of {names}, got {out_dtype}")
     if out is not None:
-        _check_destination(states, stacked, out, out_dtype, with_lse)
+        _check_destination(states, stacked, out, out_dtype)
     if torch.compiler.is_compiling():
         return _merge_traced(states, stacked, out, out_dtype, with_lse, impl)
+    if out is not None:
+        _check_overlap(states, stacked, out, with_lse)
     launch = load_implementation(impl, first.device)
     if out is None:
         like = states[0]._make(x[0] for x in states[0]) if stacked else states[0]
-        merged = torch.empty_like(
-            like.out, dtype=out_dtype, memory_format=torch.contiguous_format
-        )
+        merged = torch.empty_like(like.out, dtype=out_dtype, memory_format=torch.contiguous_format)
         lse = torch.empty_like(like.lse, memory_format=torch.contiguous_format)
         out = AttentionState(merged, lse)
     _launch_any_rank(launch, states, stacked, out, with_lse)
@@ -93,14 +96,16 @@ def _parts_first(states: tuple[AttentionState, ...], dim: int) -> AttentionState
         raise ValueError(f"merge with dim={dim} takes one stacked state, got {len(states)}")
     out, lse = states[0]
     if not 0 <= dim < lse.dim():
-        raise ValueError(f"dim must lie in [0, {lse.dim()}) for an lse {tuple(lse.shape)}, got {dim}")
+        raise ValueError(
+            f"dim must lie in [0, {lse.dim()}) for an lse {tuple(lse.shape)}, got {dim}"
+        )
     return states[0] if dim == 0 else AttentionState(out.movedim(dim, 0), lse.movedim(dim, 0))
 
 
 def _check(states: tuple[AttentionState, ...], stacked: bool) -> None:
     if not states:
         raise ValueError("merge needs at least one state, got none")
-    first, first_lse = states[0]
+    first = states[0].out
     shape, dtype, device = first.shape, first.dtype, first.device
     for i, (part, lse) in enumerate(states):
         if part.shape != shape:
@@ -110,7 +115,7 @@ def _check(states: tuple[AttentionState, ...], stacked: bool) -> None:
         if lse.shape != shape[:-1]:
             raise ValueError(
                 f"states[{i}].lse has shape {tuple(lse.shape)}, its out has {tuple(shape)}: "
-                "lse must be out without the last dimension (pass a transposed view of another layout)"
+                "lse must be out without the last dimension (a transposed view for another layout)"
             )
         if part.dtype is not dtype:
             raise ValueError(f"states[{i}].out is {part.dtype}, states[0].out is {dtype}")
@@ -132,7 +137,6 @@ def _check_destination(
     stacked: bool,
     out: AttentionState,
     out_dtype: torch.dtype | None,
-    with_lse: bool,
 ) -> None:
     shape = states[0].out.shape[1:] if stacked else states[0].out.shape
     if out.out.shape != shape or out.lse.shape != shape[:-1]:
@@ -146,6 +150,18 @@ def _check_destination(
     check_dtype("out.lse", out.lse, (torch.float32,))
     for name, tensor in zip(("out.out", "out.lse"), out, strict=True):
         check_device(name, tensor, states[0].out.device)
+        if any(
+            stride == 0 < size - 1 for size, stride in zip(shape, tensor.stride(), strict=False)
+        ):
+            raise ValueError(
+                f"{name} overlaps itself: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+            )
+
+
+def _check_overlap(
+    states: tuple[AttentionState, ...], stacked: bool, out: AttentionState, with_lse: bool
+) -> None:
+    """Refuse to write what is still to be read; memory that merely interleaves counts as shared."""
     first = states[0]._make(x[0] for x in states[0]) if stacked else states[0]
     written = out if with_lse else (out.out,)
     for name, mine in zip(("out.out", "out.lse"), written, strict=False):
@@ -216,12 +232,13 @@ def _as_rows(state: AttentionState, lead: int) -> AttentionState:
 @cache
 def load_implementation(impl: str | None, device: torch.device) -> Launcher:
     """The launcher of an implementation; without a name, the best one for the device."""
+    origin = "impl"
     if impl is None:
-        impl = os.environ.get(ENVIRONMENT_VARIABLE) or None
+        origin, impl = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or None
     if impl is None:
         return _best_implementation(device)
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
+        raise ValueError(f"{origin} must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
     return cast("Launcher", import_module(IMPLEMENTATIONS[impl]).load(device))
 
 
@@ -265,7 +282,7 @@ def _merge_op(
     return merge(*states, dim=0 if stacked else None, out_dtype=out_dtype, impl=impl)
 
 
-@_merge_op.register_fake
+@_merge_op.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(
     outs: list[torch.Tensor],
     lses: list[torch.Tensor],

@@ -6,6 +6,8 @@ merged, must equal this.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 
 from anabranch.keys import DenseKV, KeySource, PagedKV, RaggedKV
@@ -75,7 +77,7 @@ def gather(keys: KeySource, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
         length = keys.k.shape[1] if keys.seq_lens is None else int(keys.seq_lens[seq])
         return keys.k[seq, :length], keys.v[seq, :length]
     if isinstance(keys, RaggedKV):
-        start, stop = keys.cu_seqlens[seq : seq + 2].tolist()
+        start, stop = (int(bound) for bound in keys.cu_seqlens[seq : seq + 2])
         return keys.k[start:stop], keys.v[start:stop]
     assert isinstance(keys, PagedKV)
     positions = torch.arange(int(keys.seq_lens[seq]), device=keys.k.device)
@@ -100,13 +102,11 @@ def attend(
     shape = (q.shape[0], q.shape[1], keys.v.shape[-1])
     state = AttentionState.empty(shape, dtype=torch.float64)
     state = state._replace(lse=state.lse.double())
-    bounds = cu_seqlens_q.tolist()
-    for seq, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    bounds = [int(bound) for bound in cu_seqlens_q]
+    for seq, (start, stop) in enumerate(pairwise(bounds)):
         k, v = gather(keys, seq)
         tree = None if tree_mask is None else tree_mask[start:stop].cpu()
         mask = visible(stop - start, len(k), causal=causal, window=window, tree_mask=tree)
-        part = attention(
-            q[start:stop], k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks
-        )
+        part = attention(q[start:stop], k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
         state.out[start:stop], state.lse[start:stop] = part
     return state

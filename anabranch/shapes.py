@@ -20,7 +20,9 @@ class Sizes:
         """Fix a size, or complain that it was fixed to another one before."""
         known = self._bound.setdefault(name, (size, origin))
         if known[0] != size:
-            raise ValueError(f"{origin} has {name} = {size}, but {known[1]} has {name} = {known[0]}")
+            raise ValueError(
+                f"{origin} has {name} = {size}, but {known[1]} has {name} = {known[0]}"
+            )
 
     def match(self, argument: str, tensor: torch.Tensor, pattern: str) -> None:
         """Match a tensor with a pattern such as "tokens heads dim"; a number is a literal size."""

@@ -35,9 +35,10 @@ class AttendConfig:
     num_warps: int
     num_stages: int
     workers_per_sm: int
+    keys_first: bool = False  # transposed tiles, for few rows
     fan_in: int = 8  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
-    min_share: int = 1  # tiles a worker takes at least
+    merge_price: int = 5  # a merge takes as long as this many tiles
     part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
     whole_rows: int = 512  # there, sequences with so many query rows are not cut
 
@@ -57,10 +58,11 @@ class AttendConstants:
     block_dv: int  # the power of two that holds head_dim_v
     block_m: int
     block_n: int
+    keys_first: bool
     fan_in: int
     merge_rows: int
-    num_workers: int
-    min_share: int
+    num_workers: int  # teams of one program for each kv head
+    merge_price: int
     fixed_parts: bool
     part_tiles: int
     whole_rows: int
@@ -95,10 +97,11 @@ def attend_constants(
         block_dv=max(16, _power_of_two(head_dim_v)),
         block_m=config.block_m,
         block_n=config.block_n,
+        keys_first=config.keys_first,
         fan_in=config.fan_in,
         merge_rows=min(config.merge_rows, config.block_m),
         num_workers=num_workers,
-        min_share=config.min_share,
+        merge_price=config.merge_price,
         fixed_parts=fixed_parts,
         part_tiles=config.part_tiles,
         whole_rows=config.whole_rows,

@@ -133,6 +133,15 @@ def capped(scores, scale, softcap):
 
 
 @triton.jit
+def score(q, k, scores, KEYS_FIRST: tl.constexpr):
+    """scores + q k^T [ROWS, KEYS], or its transpose with KEYS_FIRST."""
+    if KEYS_FIRST:
+        return tl.dot(k, tl.trans(q), scores, input_precision="ieee")
+    else:
+        return tl.dot(q, tl.trans(k), scores, input_precision="ieee")
+
+
+@triton.jit
 def attend_tiles(
     state,
     q,  # [block_m, dk_main] and [block_m, dk_rest]
@@ -183,21 +192,29 @@ def attend_tiles(
             safe_keys = tl.minimum(keys, seq_len - 1)
             offsets = key_offsets(safe_keys, pages, k_page, k_key, table_ptr, C.page_size)
             tile_k = load_rows(k_ptrs, offsets, 0, C.dk_main, C.head_dim_k)
-        scores = tl.dot(q[0], tl.trans(tile_k), input_precision="ieee")
+        scores = score(q[0], tile_k, None, C.keys_first)
         if C.dk_rest > 0:
             if BOXED:
                 column = kv_head * k.head + C.dk_main
                 tile_k = k_rest_box.load([box_row + index * C.block_n, column])
             else:
                 tile_k = load_rows(rest_ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
-            scores = tl.dot(q[1], tl.trans(tile_k), scores, input_precision="ieee")
+            scores = score(q[1], tile_k, scores, C.keys_first)
         scale = rules.scale
         if rules.softcap is not None:
             scores = capped(scores, rules.scale, rules.softcap)
             scale = LOG2_E
         if MASKED:
+            if C.keys_first:
+                key_side, token_side, tree_side = keys[:, None], tokens[None, :], tree_rows
+                if tree_rows is not None:
+                    tree_side = tree_rows[None, :]
+            else:
+                key_side, token_side, tree_side = keys[None, :], tokens[:, None], tree_rows
+                if tree_rows is not None:
+                    tree_side = tree_rows[:, None]
             seen = visible(
-                tokens, keys, q_len, seq_len, rules.window, tree_rows, tree_width, C.causal
+                token_side, key_side, q_len, seq_len, rules.window, tree_side, tree_width, C.causal
             )
             scores = tl.where(seen, scores, float("-inf"))
         if BOXED:
@@ -208,7 +225,7 @@ def attend_tiles(
             # The next tile's pages are on their way while this tile is attended to.
             next_keys = tl.minimum(keys + C.block_n, seq_len - 1)
             pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
-        state = update_state(state, scores, scale, tile_v)
+        state = update_state(state, scores, scale, tile_v, C.keys_first)
     return state
 
 
@@ -249,10 +266,15 @@ def attend_pair(
     tree_rows = None
     if rules.tree is not None:  # rows that are never written read their sequence's first
         tree_rows = rules.tree + (q_start + tl.where(row_mask, tokens, 0)).to(tl.int64) * tree_width
-    state = empty_state(C.block_m, C.block_dv)
+    peak, total, acc = empty_state(C.block_m, C.block_dv)
     if sinks_ptr is not None:
         logits = tl.load(sinks_ptr + heads, row_mask & is_first, other=float("-inf"))
-        state = sink_state(logits.to(tl.float32), C.block_m, C.block_dv)
+        peak, total = sink_state(logits.to(tl.float32))
+    if C.keys_first:
+        first_key = tl.arange(0, C.block_n)[:, None] == 0
+        total = tl.where(first_key, total[None, :], 0.0)
+        acc = tl.trans(acc)
+    state = (peak, total, acc)
 
     full_start, full_stop, boxed_stop = tile, tile, tile
     if C.block_m >= 64:  # a short block waits for memory and has time to mask every tile
@@ -278,10 +300,14 @@ def attend_pair(
                 state, (q_main, q_rest), tokens, tree_rows, full_stop, boxed_stop, pair,
                 k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, True,
             )  # fmt: skip
-    return attend_tiles(
+    peak, total, acc = attend_tiles(
         state, (q_main, q_rest), tokens, tree_rows, boxed_stop, stop, pair,
         k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
     )  # fmt: skip
+    if C.keys_first:
+        total = tl.sum(total, 0)
+        acc = tl.trans(acc)
+    return peak, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "tree_width"])
@@ -339,7 +365,7 @@ def attend_kernel(
                     first_slot = first_unit // share
                     part = worker - first_slot
                     num_parts = (first_unit + units - 1) // share - first_slot + 1
-                leave_part(out, lse, part, first_slot, kv_head, parts, C)
+                leave_part(out, lse, part, first_slot, kv_head, num_rows - first_row, parts, C)
                 merge_tree(
                     part, num_parts, first_slot, first_row, num_rows, q_start, kv_head,
                     parts, out_rows, lse_rows, C,

@@ -37,20 +37,20 @@ def seen_by_all(first_token, last_token, q_len, seq_len, window, tree_ptr, CAUSA
 
 @triton.jit
 def visible(tokens, keys, q_len, seq_len, window, tree_rows, tree_width, CAUSAL: tl.constexpr):
-    """Which of `keys` [KEYS] each of `tokens` [ROWS] attends to, bool [ROWS, KEYS].
+    """Whether each of `tokens` attends to each of `keys`, index tensors that broadcast together.
 
     `tree_rows` points at each token's row of the tree mask, which says which of the sequence's own
     new tokens it sees and takes the place of the causal rule among them.
     """
     shift = seq_len - q_len
-    mask = (keys < seq_len)[None, :]
+    mask = keys < seq_len
     if tree_rows is not None:
         newest = keys - shift
         listed = (newest >= 0) & (newest < tree_width) & (keys < seq_len)
-        shown = tl.load(tree_rows[:, None] + newest[None, :], listed[None, :], other=0) != 0
-        mask = mask & ((newest < 0)[None, :] | shown)
+        shown = tl.load(tree_rows + newest, listed, other=0) != 0
+        mask = mask & ((newest < 0) | shown)
     elif CAUSAL:
-        mask = mask & (keys[None, :] <= (shift + tokens)[:, None])
+        mask = mask & (keys <= shift + tokens)
     if window is not None:
-        mask = mask & (keys[None, :] > (shift + tokens - window)[:, None])
+        mask = mask & (keys > shift + tokens - window)
     return mask

@@ -40,35 +40,31 @@ def slot_of(part, first_slot, kv_head, C: tl.constexpr):
 
 
 @triton.jit
-def store_slot(out, lse, slot, rows, parts, C: tl.constexpr):
-    """Write rows of a part into its slot."""
+def store_slot(out, lse, slot, rows, num_rows, parts, C: tl.constexpr):
+    """Write those of a part's rows that belong to somebody into its slot."""
+    inside = rows < num_rows
     rows = slot * C.block_m + rows
     dims = tl.arange(0, C.block_dv)
-    tl.store(parts.outs + rows[:, None] * C.block_dv + dims[None, :], out)
-    tl.store(parts.lses + rows, lse)
+    tl.store(parts.outs + rows[:, None] * C.block_dv + dims[None, :], out, inside[:, None])
+    tl.store(parts.lses + rows, lse, inside)
 
 
 @triton.jit
-def leave_part(out, lse, part, first_slot, kv_head, parts, C: tl.constexpr):
+def leave_part(out, lse, part, first_slot, kv_head, num_rows, parts, C: tl.constexpr):
     """Leave a part where the tree looks for it."""
     rows = tl.arange(0, C.block_m)
-    store_slot(out, lse, slot_of(part, first_slot, kv_head, C), rows, parts, C)
+    store_slot(out, lse, slot_of(part, first_slot, kv_head, C), rows, num_rows, parts, C)
 
 
 @triton.jit
-def merge_children(slots, present, rows, parts, C: tl.constexpr):
+def merge_children(slots, present, rows, num_rows, parts, C: tl.constexpr):
     """Merge some rows of the parts in `slots`. Loads pass by L1: other workers wrote them."""
+    mask = present[:, None] & (rows < num_rows)[None, :]
     rows = slots[:, None] * C.block_m + rows[None, :]
-    lses = tl.load(
-        parts.lses + rows, present[:, None], other=float("-inf"), cache_modifier=".cg"
-    )
+    lses = tl.load(parts.lses + rows, mask, other=float("-inf"), cache_modifier=".cg")
     dims = tl.arange(0, C.block_dv)[None, None, :]
-    outs = tl.load(
-        parts.outs + rows[:, :, None] * C.block_dv + dims,
-        present[:, None, None],
-        other=0.0,
-        cache_modifier=".cg",
-    )
+    ptrs = parts.outs + rows[:, :, None] * C.block_dv + dims
+    outs = tl.load(ptrs, mask[:, :, None], other=0.0, cache_modifier=".cg")
     return finish_merge(merge_parts(empty_state(C.merge_rows, C.block_dv), outs, lses))
 
 
@@ -109,9 +105,10 @@ def merge_tree(
             if climbs:
                 indices = tl.arange(0, C.fan_in)
                 slots = slot_of(node + indices * span, first_slot, kv_head, C)
-                for row in range(0, tl.minimum(num_rows - first_row, C.block_m), C.merge_rows):
+                left = tl.minimum(num_rows - first_row, C.block_m)
+                for row in range(0, left, C.merge_rows):
                     rows = row + tl.arange(0, C.merge_rows)
-                    out, lse = merge_children(slots, indices < children, rows, parts, C)
+                    out, lse = merge_children(slots, indices < children, rows, left, parts, C)
                     if span * C.fan_in >= num_parts:
                         write_rows(
                             out, lse, first_row + rows, num_rows, q_start, kv_head,
@@ -119,5 +116,6 @@ def merge_tree(
                         )  # fmt: skip
                     else:
                         tl.debug_barrier()  # the first child's slot has been read
-                        store_slot(out, lse, slot_of(node, first_slot, kv_head, C), rows, parts, C)
+                        slot = slot_of(node, first_slot, kv_head, C)
+                        store_slot(out, lse, slot, rows, left, parts, C)
         span = tl.where(climbs, span * C.fan_in, num_parts)

@@ -28,21 +28,36 @@ def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
 
 
 @triton.jit
-def sink_state(logits, ROWS: tl.constexpr, DIM: tl.constexpr):
-    """The state of one key with these logits (natural log) and a value of zero."""
-    return logits * LOG2_E, tl.full([ROWS], 1.0, tl.float32), tl.zeros([ROWS, DIM], tl.float32)
+def sink_state(logits):
+    """Peak and total of one key with these logits (natural log) and a value of zero."""
+    return logits * LOG2_E, tl.where(logits == float("-inf"), 0.0, 1.0)
 
 
 @triton.jit
-def update_state(state, scores, scale, v):
-    """Attend to one more tile of keys: logits are scores [ROWS, KEYS] times scale > 0."""
+def update_state(state, scores, scale, v, KEYS_FIRST: tl.constexpr):
+    """Attend to one more tile of keys: logits are scores times scale > 0.
+
+    Scores are [ROWS, KEYS] and acc is [ROWS, DIM]; with KEYS_FIRST both are transposed, so that few
+    rows are the narrow side of the matrix unit instead of padding its wide one. There a sum over
+    keys crosses warps, so total stays a tile [KEYS, ROWS] until the end.
+    """
     peak, total, acc = state
-    new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
-    pivot = pivot_of(new_peak)
-    keep = tl.exp2(peak - pivot)
-    weights = tl.exp2(scores * scale - pivot[:, None])
-    acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
-    return new_peak, total * keep + tl.sum(weights, 1), acc
+    if KEYS_FIRST:
+        new_peak = tl.maximum(peak, tl.max(scores, 0) * scale)
+        pivot = pivot_of(new_peak)
+        keep = tl.exp2(peak - pivot)
+        weights = tl.exp2(scores * scale - pivot[None, :])
+        values = tl.trans(v)
+        acc = tl.dot(values, weights.to(v.dtype), acc * keep[None, :], input_precision="ieee")
+        total = total * keep[None, :] + weights
+    else:
+        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+        pivot = pivot_of(new_peak)
+        keep = tl.exp2(peak - pivot)
+        weights = tl.exp2(scores * scale - pivot[:, None])
+        acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        total = total * keep + tl.sum(weights, 1)
+    return new_peak, total, acc
 
 
 @triton.jit

@@ -185,6 +185,8 @@ def schedule_kernel(
 
     num_units = 0  # before each block
     num_empty = 0
+    most = 0
+    least = 2147483647
     for start in range(0, num_blocks, CHUNK):
         blocks = start + lanes
         inside = blocks < num_blocks
@@ -203,6 +205,8 @@ def schedule_kernel(
         units, _ = units_of(num_tiles, num_rows, C)
         units = tl.where(inside, units, 0)
         num_empty += tl.sum((inside & (units == 0)).to(tl.int32))
+        most = tl.maximum(most, tl.max(units))
+        least = tl.minimum(least, tl.min(tl.where(units > 0, units, 2147483647)))
         record = blocks_ptr + blocks * RECORD
         tl.store(record, origin, inside)
         tl.store(record + 1, first_row, inside)
@@ -215,7 +219,12 @@ def schedule_kernel(
         num_units += tl.sum(units)
     tl.debug_barrier()
 
-    share = tl.maximum(tl.cdiv(num_units, C.num_workers), C.min_share)
+    # Whole blocks for each worker, if they are of one size and that costs less than merging.
+    share = tl.maximum(tl.cdiv(num_units, C.num_workers), 1)
+    if most == least:
+        whole = tl.cdiv(num_blocks - num_empty, C.num_workers) * most
+        share = tl.where(whole <= share + C.merge_price, whole, share)
+    share = tl.maximum(share, 1)
     tl.store(schedule_ptr, share)
     tl.store(schedule_ptr + 1, num_units)
     tl.store(schedule_ptr + 2, num_blocks)

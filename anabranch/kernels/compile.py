@@ -1,0 +1,140 @@
+"""Kernels compiled ahead of time for GPUs that are not here, and what they need there.
+
+A kernel module lists its launches in `compile_cases()`: a name, and a call of its launcher on meta
+tensors. Recorded instead of run, a launch says exactly what Triton is to compile.
+
+    python -m anabranch.kernels.compile anabranch.kernels.triton.merge sm_90
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from typing import Any
+from unittest import mock
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+CompileCase = tuple[str, Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A GPU to compile for, and the most that one program may use of it."""
+
+    gpu: GPUTarget
+    registers: int  # of a thread
+    shared_bytes: int
+
+
+TARGETS = {
+    "sm_80": Target(GPUTarget("cuda", 80, 32), 255, 163 * 1024),
+    "sm_90": Target(GPUTarget("cuda", 90, 32), 255, 227 * 1024),
+    "sm_100": Target(GPUTarget("cuda", 100, 32), 255, 227 * 1024),
+    "gfx942": Target(GPUTarget("hip", "gfx942", 64), 512, 64 * 1024),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A launch that was recorded instead of run."""
+
+    kernel: JITFunction
+    args: tuple[Any, ...]
+    options: dict[str, Any]  # constexprs, num_warps and the like
+
+
+@dataclass(frozen=True, slots=True)
+class Resources:
+    """What a compiled kernel needs, and how wide it loads."""
+
+    kernel: str
+    registers: int
+    spills: int  # bytes of local memory (NVIDIA), vector registers (AMD)
+    shared_bytes: int
+    load_bytes: list[int]  # of each instruction that loads global memory
+
+
+def record(call: Callable[[], object]) -> list[Launch]:
+    """The launches that `call` makes; none of them runs."""
+    launches: list[Launch] = []
+
+    def keep(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        del grid, warmup
+        launches.append(Launch(kernel, args, options))
+
+    with mock.patch.object(JITFunction, "run", keep):
+        call()
+    return launches
+
+
+def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
+    """Compile as the launch itself would on that GPU, with the same specialisation."""
+    kernel, backend = launch.kernel, make_backend(target.gpu)
+    bind = create_function_from_signature(kernel.signature, kernel.params, backend)
+    bound, specialization, options = bind(*launch.args, **launch.options)
+    options, signature, constexprs, attributes = kernel._pack_args(
+        backend, launch.options, bound, specialization, options
+    )
+    source = ASTSource(kernel, signature, constexprs, attributes)
+    return triton.compile(source, target=target.gpu, options=options.__dict__)
+
+
+def resources(compiled: CompiledKernel) -> Resources:
+    """Read registers, spills and shared memory from the binary, load widths from the assembly."""
+    if compiled.metadata.target.backend == "cuda":
+        registers, spills, static = _cubin_usage(compiled.asm["cubin"], compiled.name)
+        loads = [
+            int(lanes or 1) * int(bits) // 8
+            for lanes, bits in re.findall(
+                r"\bld\.global(?:\.[\w:]+?)*?(?:\.v(\d))?\.[bfsu](\d+) ", compiled.asm["ptx"]
+            )
+        ]
+    else:
+        text = compiled.asm["amdgcn"]
+        registers, spills, static = (
+            int(re.search(rf"\.{field}:\s+(\d+)", text)[1])
+            for field in ("vgpr_count", "vgpr_spill_count", "group_segment_fixed_size")
+        )
+        loads = [
+            4 * int(words or 1) if word else 2
+            for word, words in re.findall(
+                r"\b(?:buffer|global)_load_(?:(dword)(?:x(\d))?|u?short)", text
+            )
+        ]
+    shared_bytes = max(static, compiled.metadata.shared)
+    return Resources(compiled.name, registers, spills, shared_bytes, loads)
+
+
+def _cubin_usage(cubin: bytes, kernel: str) -> tuple[int, int, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = text.partition(f"Function {kernel}:")[2]
+    registers, stack, shared, local = (
+        int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "SHARED", "LOCAL")
+    )
+    return registers, stack + local, shared
+
+
+def measure(module: str, target: Target) -> Iterator[tuple[str, Resources]]:
+    """Compile every case of a kernel module for one target."""
+    for name, call in import_module(module).compile_cases():
+        for launch in record(call):
+            yield name, resources(compile_launch(launch, target))
+
+
+if __name__ == "__main__":
+    for case, needs in measure(sys.argv[1], TARGETS[sys.argv[2]]):
+        print(json.dumps({"case": case, **asdict(needs)}))

@@ -1,0 +1,88 @@
+"""The CUDA driver through ctypes: loading a cubin, and the plain way to launch a function of it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+
+
+@cache
+def library() -> ctypes.CDLL:
+    """The driver's library."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError(f"impl='cuda' needs the NVIDIA driver: {error}") from error
+
+
+def address(function: str) -> int:
+    """The address of a driver function, for C code."""
+    pointer = ctypes.cast(getattr(library(), function), ctypes.c_void_p)
+    assert pointer.value is not None
+    return pointer.value
+
+
+@cache
+def primary_context(device: int) -> int:
+    """The context that torch uses on a device."""
+    handle, context = ctypes.c_int(), ctypes.c_void_p()
+    _call("cuDeviceGet", ctypes.byref(handle), device)
+    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+    assert context.value is not None
+    return context.value
+
+
+def load_functions(device: int, cubin: bytes, names: Iterable[str]) -> tuple[int, ...]:
+    """Functions of a cubin on a device, in the order of their names."""
+    module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    functions: list[int] = []
+    with current(device):
+        _call("cuModuleLoadData", ctypes.byref(module), cubin)
+        for name in names:
+            _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
+            functions.append(function.value or 0)
+    return tuple(functions)
+
+
+def launch(
+    device: int,
+    function: int,
+    grid: tuple[int, int, int],
+    block: tuple[int, int, int],
+    stream: int,
+    arguments: bytes,
+) -> None:
+    """Launch a function whose only parameter is a struct with these bytes."""
+    parameters = (ctypes.c_void_p * 1)(ctypes.cast(arguments, ctypes.c_void_p))
+    with current(device):
+        _call(
+            "cuLaunchKernel",
+            ctypes.c_void_p(function),
+            *grid,
+            *block,
+            0,
+            ctypes.c_void_p(stream),
+            parameters,
+            None,
+        )
+
+
+@contextmanager
+def current(device: int) -> Iterator[None]:
+    """Make a device's context the current one of this thread."""
+    context = ctypes.c_void_p()
+    _call("cuCtxPushCurrent_v2", ctypes.c_void_p(primary_context(device)))
+    try:
+        yield
+    finally:
+        _call("cuCtxPopCurrent_v2", ctypes.byref(context))
+
+
+def _call(function: str, *arguments: object) -> None:
+    result = getattr(library(), function)(*arguments)
+    if result:
+        reason = ctypes.c_char_p()
+        library().cuGetErrorString(result, ctypes.byref(reason))
+        raise RuntimeError(f"{function} failed: {(reason.value or b'unknown').decode()}")

@@ -1,0 +1,87 @@
+"""The merge in CUDA C++: kernels in merge.cu, launched by launcher.c at the lowest cost known.
+
+Both are compiled on first use and cached. Without a C compiler, ctypes launches the same kernels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import astuple
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from anabranch.kernels.cuda import driver
+from anabranch.kernels.cuda.compilers import build_cubin, build_extension
+from anabranch.kernels.cuda.ctypes_launcher import CtypesLauncher
+from anabranch.kernels.cuda.layout import KERNELS, select_layout
+from anabranch.state import AttentionState
+
+SOURCES = Path(__file__).parent
+DLPACK_CUDA = 2  # DLDeviceType
+# In the order in which launcher.c takes them.
+LAUNCHER_FUNCTIONS = (
+    "cuLaunchKernelEx",
+    "cuCtxGetCurrent",
+    "cuCtxPushCurrent_v2",
+    "cuCtxPopCurrent_v2",
+    "cuGetErrorString",
+)
+
+Launcher = Callable[
+    [tuple[AttentionState, ...], bool, torch.Tensor, torch.Tensor | None],
+    None,
+]
+# Allocates, checks and launches; None for states that it leaves to the launcher and its checks.
+Shortcut = Callable[[tuple[AttentionState, ...]], AttentionState | None]
+
+
+def merge(
+    states: tuple[AttentionState, ...],
+    stacked: bool,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+) -> None:
+    """Write the merge of `states`, or of dimension 0 of the only one, into `out` and `lse`."""
+    load(out.device)(states, stacked, out, lse)
+
+
+@cache
+def load(device: torch.device) -> Launcher:
+    """The launcher, or an error that says why this device cannot run it."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        raise RuntimeError(f"impl='cuda' needs a tensor on an NVIDIA GPU, got one on {device}")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    properties = torch.cuda.get_device_properties(index)
+    capability = properties.major, properties.minor
+    if capability < (8, 0):
+        raise RuntimeError(f"impl='cuda' needs compute capability 8.0, {device} has {capability}")
+    cubin = build_cubin((SOURCES / "merge.cu").read_text(), "sm_{}{}".format(*capability))
+    functions = driver.load_functions(index, cubin, KERNELS)
+    layout = select_layout(capability, properties.multi_processor_count)
+    try:
+        launcher = load_launcher()
+    except RuntimeError:  # no C compiler
+        return CtypesLauncher(index, functions, layout)
+    launcher.load(DLPACK_CUDA, index, driver.primary_context(index), functions, astuple(layout))
+    return launcher.launch
+
+
+def load_shortcut(device: torch.device) -> Shortcut | None:
+    """The merge of contiguous states in one call, or None where only the launcher can be had."""
+    return None if isinstance(load(device), CtypesLauncher) else load_launcher().try_merge
+
+
+@cache
+def load_launcher() -> ModuleType:
+    """launcher.c, compiled and connected to torch and the driver."""
+    launcher = build_extension(SOURCES / "launcher.c")
+    launcher.attach(
+        torch.Tensor.__dlpack_c_exchange_api__,
+        AttentionState,
+        torch.empty_like,
+        tuple(map(driver.address, LAUNCHER_FUNCTIONS)),
+    )
+    return launcher

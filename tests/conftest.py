@@ -1,0 +1,53 @@
+"""Set-up of all tests: the interpreter where there is no GPU, NaN in fresh memory, hypothesis."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+
+hypothesis.settings.register_profile(
+    "anabranch",
+    max_examples=50,
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+    # Examples are small already, and shrinking them under the interpreter takes minutes.
+    phases=set(hypothesis.Phase) - {hypothesis.Phase.shrink, hypothesis.Phase.explain},
+)
+hypothesis.settings.load_profile("anabranch")
+torch.set_num_threads(1)  # pytest-xdist runs one worker on each core
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for warning in ("Conversion of an array with ndim", "divide by zero encountered in log2"):
+        config.addinivalue_line("filterwarnings", f"ignore:{warning}::triton.runtime.interpreter")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _poison_fresh_memory() -> Iterator[None]:
+    """Under deterministic algorithms torch fills the memory of `torch.empty` with NaN."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -1,0 +1,389 @@
+"""The CPU path by one property: its states equal the reference, whatever lies in unused memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from math import ceil
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from anabranch import reference
+from anabranch.kernels.cpu import attend as attend_module
+from anabranch.kernels.cpu import flash as flash_module
+from anabranch.kernels.cpu.append_kv import append_kv
+from anabranch.kernels.cpu.attend import attend
+from anabranch.kernels.cpu.masks import BLOCK_M, Visibility
+from anabranch.keys import DenseKV, KeySource, PagedKV, RaggedKV
+from anabranch.state import AttentionState, merge_stacked
+
+DIMS = [(40, 40), (64, 64), (192, 128), (128, 64)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SOURCES = ["dense", "ragged", "paged", "paged in order", "paged by heads", "paged k|v"]
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+@dataclass(frozen=True)
+class Case:
+    q_lens: tuple[int, ...] = (0, 1, 3, 17, 40)
+    k_lens: tuple[int, ...] = (5, 70, 33, 80, 12)
+    source: str = "paged"
+    page_size: int = 8
+    num_kv_heads: int = 2
+    group: int = 3
+    dims: tuple[int, int] = (64, 64)
+    dtype: torch.dtype = torch.float32
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    tree_width: int | None = None
+    padding: int = 2  # tokens of no sequence
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype)
+
+
+def make_cache(case: Case, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, (dim_k, dim_v), size = case.num_kv_heads, case.dims, case.page_size
+    if case.source == "paged k|v":
+        both = poisoned(num_pages, size, heads, dim_k + dim_v, dtype=case.dtype)
+        return both[..., :dim_k], both[..., dim_k:]
+    if case.source == "paged by heads":
+        k, v = (poisoned(num_pages, heads, size, dim, dtype=case.dtype) for dim in case.dims)
+        return k.transpose(1, 2), v.transpose(1, 2)
+    return tuple(poisoned(num_pages, size, heads, dim, dtype=case.dtype) for dim in case.dims)
+
+
+def make_keys(case: Case) -> KeySource:
+    lens, (dim_k, dim_v) = case.k_lens, case.dims
+    k, v = (torch.randn(sum(lens), case.num_kv_heads, d).to(case.dtype) for d in (dim_k, dim_v))
+    seq_lens = torch.tensor(lens, dtype=torch.int32)
+    if case.source == "ragged":
+        end = poisoned(1, case.num_kv_heads, max(case.dims), dtype=case.dtype)
+        cu_seqlens = torch.tensor([0, *lens]).cumsum(0).int()
+        return RaggedKV(
+            torch.cat([k, end[..., :dim_k]]), torch.cat([v, end[..., :dim_v]]), cu_seqlens
+        )
+    k, v = k.split(lens), v.split(lens)
+    if case.source == "dense":
+        shape = (len(lens), max(lens) + 1, case.num_kv_heads)
+        dense = DenseKV(*(poisoned(*shape, d, dtype=case.dtype) for d in case.dims), seq_lens)
+        for seq, length in enumerate(lens):
+            dense.k[seq, :length], dense.v[seq, :length] = k[seq], v[seq]
+        return dense
+    num_pages = [ceil(length / case.page_size) for length in lens]
+    k_cache, v_cache = make_cache(case, sum(num_pages) + 2)
+    pages = torch.randperm(len(k_cache)).int()
+    if case.source == "paged in order":
+        pages = torch.arange(1, len(k_cache), dtype=torch.int32)
+    # a table entry that is not used would fault if it were read
+    table = torch.full((len(lens), max(num_pages) + 1), 1 << 30, dtype=torch.int32)
+    for seq, length in enumerate(lens):
+        own = pages[sum(num_pages[:seq]) :][: num_pages[seq]]
+        table[seq, : len(own)] = own
+        rows = torch.arange(length)
+        slots = own[rows // case.page_size] * case.page_size + rows % case.page_size
+        append_kv(k_cache, v_cache, k[seq], v[seq], slots)
+    return PagedKV(k_cache, v_cache, table, seq_lens)
+
+
+def make_inputs(case: Case, seed: int) -> tuple[torch.Tensor, KeySource, dict[str, object]]:
+    torch.manual_seed(seed)
+    keys = make_keys(case)
+    num_tokens, num_heads = sum(case.q_lens), case.num_kv_heads * case.group
+    q = poisoned(num_tokens + case.padding, num_heads, case.dims[0], dtype=case.dtype)
+    q[:num_tokens] = torch.randn(num_tokens, num_heads, case.dims[0])
+    tree = None
+    if case.tree_width is not None:
+        tree = torch.rand(len(q), case.tree_width) < 0.6
+    return q, keys, {
+        "cu_seqlens_q": torch.tensor([0, *case.q_lens]).cumsum(0).int(),
+        "causal": case.causal,
+        "window": case.window,
+        "softcap": case.softcap,
+        "scale": case.dims[0] ** -0.5,
+        "sinks": torch.randn(num_heads) if case.sinks else None,
+        "tree_mask": tree,
+    }  # fmt: skip
+
+
+def torch_attention(q: torch.Tensor, keys: KeySource, options: dict[str, object]) -> AttentionState:
+    """Plain torch in the precision of the inputs; its error sets the tolerance."""
+    state = AttentionState.empty((*q.shape[:2], keys.v.shape[-1]))
+    sinks, tree, softcap = (options[name] for name in ("sinks", "tree_mask", "softcap"))
+    bounds = options["cu_seqlens_q"].tolist()
+    for seq, (start, stop) in enumerate(pairwise(bounds)):
+        k, v = (
+            x.repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1)
+            for x in reference.gather(keys, seq)
+        )
+        mask = reference.visible(
+            stop - start,
+            k.shape[1],
+            causal=options["causal"],
+            window=options["window"],
+            tree_mask=None if tree is None else tree[start:stop],
+        )
+        scores = q[start:stop].transpose(0, 1) @ k.transpose(1, 2) * options["scale"]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask, -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(q.dtype)[:, None, None].expand(-1, stop - start, 1)
+            scores = torch.cat([scores, sink], -1)
+            v = torch.cat([v, v.new_zeros(len(v), 1, v.shape[-1])], 1)
+        out = torch.softmax(scores, -1).nan_to_num(0.0) @ v
+        state.out[start:stop] = out.transpose(0, 1)
+        state.lse[start:stop] = torch.logsumexp(scores, -1).transpose(0, 1)
+    return state
+
+
+def assert_close(
+    state: AttentionState, q: torch.Tensor, keys: KeySource, options: dict[str, object]
+) -> None:
+    """At most twice torch's error plus one rounding, infinities in the same places first."""
+    expected = reference.attend(q, keys, **options)
+    rough = torch_attention(q, keys, options)
+    empty = expected.lse == -torch.inf
+    assert state.out.shape == expected.out.shape and state.lse.shape == expected.lse.shape
+    assert state.out.dtype == q.dtype and state.lse.dtype == torch.float32
+    assert torch.equal(state.lse == -torch.inf, empty)
+    assert not state.out[empty].any()
+    values = [part.nan_to_num(0.0).abs() for part in (keys.v, expected.lse[~empty])]
+    for mine, theirs, right, value in zip(state, rough, expected, values, strict=True):
+        if not empty.all():
+            tolerance = 2 * (theirs.double() - right)[~empty].abs().max()
+            tolerance += torch.finfo(q.dtype).eps * value.max()
+            error = (mine.double() - right)[~empty].abs().max()
+            assert error <= tolerance, (error, tolerance)  # a NaN fails here
+
+
+def check(case: Case, seed: int = 0) -> None:
+    q, keys, options = make_inputs(case, seed)
+    assert_close(attend(q, keys, **options), q, keys, options)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize(("dims", "group"), [*zip(DIMS, (1, 3, 4, 7), strict=True)])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sources(source: str, dims: tuple[int, int], group: int, dtype: torch.dtype) -> None:
+    check(Case(source=source, dims=dims, group=group, dtype=dtype))
+
+
+@pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])
+@pytest.mark.parametrize("source", SOURCES[2:])
+def test_page_sizes(source: str, page_size: int) -> None:
+    check(Case(source=source, page_size=page_size, k_lens=(5, 63, 65, 257, 16)))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 64)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": False},
+        {"window": 1},
+        {"window": 20, "sinks": True},
+        {"window": 20, "causal": False},
+        {"softcap": 5.0, "sinks": True},
+        {"softcap": 5.0, "window": 20},
+        {"tree_width": 17},
+        {"tree_width": 3, "window": 20, "sinks": True},
+        {"tree_width": 64, "softcap": 5.0, "causal": False},
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, object], dims: tuple[int, int]) -> None:
+    for source in SOURCES[:3]:
+        check(Case(source=source, dims=dims, **options))
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"q_lens": (1,) * 6, "k_lens": (90, 95, 100, 90, 64, 1)},
+        {"q_lens": (1,) * 4, "k_lens": (90, 0, 90, 90)},
+        {"q_lens": (1, 0, 1), "k_lens": (90, 90, 90)},
+        {"q_lens": (5,) * 4, "k_lens": (40, 45, 5, 4)},
+        {"q_lens": (30,) * 3, "k_lens": (30,) * 3},
+        {"q_lens": (30,), "k_lens": (29,)},
+        {"q_lens": (0,), "k_lens": (7,)},
+        {"q_lens": (3, 2), "k_lens": (0, 0)},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True}, {"tree_width": 4}], ids=str)
+def test_batches(lengths: dict[str, tuple[int, ...]], options: dict[str, object]) -> None:
+    for source in SOURCES:
+        for dtype in DTYPES[:2]:
+            check(Case(source=source, dtype=dtype, **lengths, **options))
+
+
+@pytest.mark.parametrize("source", ["dense", "paged"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 100}, {"window": 100, "causal": False}, {"softcap": 5.0}, {"tree_width": 300}],
+    ids=str,
+)
+def test_beyond_one_tile(source: str, options: dict[str, object]) -> None:
+    lengths = {"q_lens": (BLOCK_M + 1, 1), "k_lens": (BLOCK_M + 400, 513)}
+    check(Case(source=source, page_size=16, group=2, dims=(40, 40), **lengths, **options))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("group", [1, 3])
+def test_keys_cut_into_parts(
+    source: str, dtype: torch.dtype, group: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attend_module, "MAX_COPIED_BYTES", 1 << 17)
+    monkeypatch.setattr(flash_module, "MIN_BYTES_TO_SPLIT", 1 << 14)
+    monkeypatch.setattr(flash_module, "SPLIT_KEYS", 64)
+    for q_len in (1, 3):
+        lengths = {"q_lens": (q_len,) * 2, "k_lens": (700, 690)}
+        check(Case(source=source, dtype=dtype, group=group, **lengths))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_seqs = draw(st.integers(1, 4))
+    q_len = st.sampled_from([0, 1, 1, 3, 17, 60])
+    k_len = st.sampled_from([0, 1, 15, 16, 17, 63, 64, 65, 130])
+    q_lens = draw(st.lists(q_len, min_size=num_seqs, max_size=num_seqs))
+    if draw(st.booleans()):
+        q_lens = q_lens[:1] * num_seqs
+    k_lens = draw(st.lists(k_len, min_size=num_seqs, max_size=num_seqs))
+    return Case(
+        q_lens=tuple(q_lens),
+        k_lens=tuple(k_lens),
+        source=draw(st.sampled_from(SOURCES)),
+        page_size=draw(st.sampled_from([1, 8, 16, 64])),
+        num_kv_heads=draw(st.integers(1, 3)),
+        group=draw(st.sampled_from([1, 3, 4, 7])),
+        dims=draw(st.sampled_from([*DIMS, (40, 64)])),
+        dtype=draw(st.sampled_from(DTYPES)),
+        causal=draw(st.booleans()),
+        window=draw(st.sampled_from([None, None, 1, 16, 64])),
+        softcap=draw(st.sampled_from([None, None, 5.0])),
+        sinks=draw(st.booleans()),
+        tree_width=draw(st.sampled_from([None, None, 1, 3, 64])),
+        padding=draw(st.integers(0, 2)),
+    )
+
+
+@settings(max_examples=120, deadline=None, derandomize=True)
+@given(case=cases(), seed=st.integers(0, 1000))
+def test_fuzz(case: Case, seed: int) -> None:
+    check(case, seed)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    q_len=st.integers(1, 2 * BLOCK_M),
+    k_len=st.integers(1, 2 * BLOCK_M),
+    causal=st.booleans(),
+    window=st.none() | st.integers(1, BLOCK_M),
+    tree_width=st.none() | st.integers(0, BLOCK_M),
+)
+def test_ranges_and_tiles_are_the_rules(
+    q_len: int, k_len: int, causal: bool, window: int | None, tree_width: int | None
+) -> None:
+    tree = None if tree_width is None else torch.rand(1, q_len, tree_width) < 0.5
+    rules = Visibility(q_len, k_len, causal, window, tree, None)
+    seen = torch.zeros(q_len, k_len, dtype=torch.int)
+    for rows, ranges in rules.row_blocks():
+        for columns in ranges:
+            seen[rows, columns] += 1 if (tile := rules.tile(rows, columns)) is None else tile[0, 0]
+            if rules.is_square_causal(rows, columns):
+                assert seen[rows, columns].equal(torch.ones_like(seen[rows, columns]).tril())
+    tree = None if tree is None else tree[0]
+    expected = reference.visible(q_len, k_len, causal=causal, window=window, tree_mask=tree)
+    assert seen.equal(expected.int())
+
+
+def test_states_of_cut_keys_merge() -> None:
+    case = Case(source="ragged", q_lens=(5,), k_lens=(60,), padding=0)
+    q, keys, options = make_inputs(case, 0)
+    parts = []
+    for start, stop, causal in ((0, 21, False), (21, 40, False), (40, 60, True)):
+        some = torch.tensor([0, stop - start], dtype=torch.int32)
+        part = RaggedKV(keys.k[start:stop], keys.v[start:stop], some)
+        parts.append(attend(q, part, **(options | {"causal": causal})))
+    merged = merge_stacked(AttentionState(*map(torch.stack, zip(*parts, strict=True))))
+    assert_close(merged, q, keys, options)
+
+
+class Recorder(TorchDispatchMode):
+    """Counts flash calls and remembers the largest tensor made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_flash_calls = 0
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        del types
+        result = func(*args, **(kwargs or {}))
+        self.num_flash_calls += func is FLASH
+        tensors = result if isinstance(result, tuple) else (result,)
+        sizes = [x.numel() for x in tensors if isinstance(x, torch.Tensor)]
+        self.largest = max(self.largest, *sizes, 0)
+        return result
+
+
+@pytest.mark.parametrize("options", [{"softcap": 5.0}, {"window": 500}, {}], ids=str)
+def test_scores_are_never_whole(options: dict[str, object]) -> None:
+    length = 16384
+    q, keys, options = make_inputs(
+        Case(
+            q_lens=(length,), k_lens=(length,), source="ragged", num_kv_heads=1, group=1,
+            dims=(8, 8), padding=0, **options,
+        ),
+        seed=0,
+    )  # fmt: skip
+    with Recorder() as recorder:
+        state = attend(q, keys, **options)
+    assert not state.out.isnan().any()
+    assert recorder.largest < length**2 / 500
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(source="dense", q_lens=(20,) * 6, k_lens=(20,) * 6),
+        Case(source="ragged", q_lens=(20,) * 6, k_lens=(20,) * 6),
+        Case(source="paged", q_lens=(1,) * 6, k_lens=(50, 60, 55, 41, 42, 60)),
+        Case(source="dense", q_lens=(1,) * 6, k_lens=(50, 60, 55, 41, 42, 60)),
+    ],
+    ids=lambda case: f"{case.source}-{case.q_lens[0]}",
+)
+def test_one_call_for_a_batch(case: Case) -> None:
+    q, keys, options = make_inputs(case, 0)
+    with Recorder() as recorder:
+        attend(q, keys, **options)
+    assert recorder.num_flash_calls == 1
+
+
+@pytest.mark.parametrize("source", SOURCES[2:])
+@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("num_tokens", [0, 1, 23])
+def test_append_kv(source: str, slot_dtype: torch.dtype, num_tokens: int) -> None:
+    case = Case(source=source, dims=(40, 64))
+    k_cache, v_cache = make_cache(case, num_pages=4)
+    slots = torch.randperm(4 * case.page_size)[:num_tokens].to(slot_dtype)
+    slots[::3] = -1
+    packed = torch.randn(num_tokens, case.num_kv_heads, sum(case.dims))
+    k, v = packed.split(case.dims, -1)
+    expected = [x.clone() for x in (k_cache, v_cache)]
+    append_kv(k_cache, v_cache, k, v, slots)
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            for cache, new in zip(expected, (k, v), strict=True):
+                cache[slot // case.page_size, slot % case.page_size] = new[token]
+    for cache, right in zip((k_cache, v_cache), expected, strict=True):
+        torch.testing.assert_close(cache, right, rtol=0, atol=0, equal_nan=True)

@@ -1,0 +1,73 @@
+"""Every Triton kernel compiled for GPUs that are not here: registers, spills, shared memory."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import anabranch
+from anabranch.kernels.compile import TARGETS
+
+KERNELS = Path(anabranch.__file__).parent / "kernels"
+PENDING = {"anabranch.kernels.triton.attend", "anabranch.kernels.triton.schedule"}
+# The widths, in bytes, of all global loads of a case: values 16, LSEs 4.
+LOADS = {
+    "anabranch.kernels.triton.merge": {
+        "two float16, head dim 128": {16, 4},
+        "stacked float32 into float16": {16, 4},
+    }
+}
+
+
+def functions_in(path: Path) -> set[str]:
+    body = ast.parse(path.read_text()).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
+# Module, and the device entry points that its cases must launch.
+MODULES = {
+    f"anabranch.kernels.{path.parent.name}.{path.stem}": kernels
+    for path in sorted([*KERNELS.glob("triton/*.py"), *KERNELS.glob("gluon/*.py")])
+    if (kernels := {name for name in functions_in(path) if name.endswith("_kernel")})
+}
+
+
+def compiled(module: str, target: str, cache: Path) -> list[dict[str, Any]]:
+    """Compile in a process of its own: under the interpreter, kernels are no kernels."""
+    environment = dict(os.environ, TRITON_CACHE_DIR=str(cache))
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "anabranch.kernels.compile", module, target]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    return [json.loads(line) for line in run.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("module", sorted(MODULES.keys() - PENDING))
+def test_kernels_fit(module: str, target: str, tmp_path: Path) -> None:
+    limits, cases = TARGETS[target], compiled(module, target, tmp_path)
+    assert {case["kernel"] for case in cases} == MODULES[module]
+    for case in cases:
+        assert case["spills"] == 0, case
+        assert 0 < case["registers"] <= limits.registers, case
+        assert case["shared_bytes"] <= limits.shared_bytes, case
+    widths = {case["case"]: set(case["load_bytes"]) for case in cases}
+    for name, expected in LOADS.get(module, {}).items():
+        assert widths[name] == expected, name
+
+
+def test_every_kernel_module_lists_its_launches() -> None:
+    silent = {
+        module
+        for module in MODULES
+        if "compile_cases"
+        not in functions_in(KERNELS.parent.parent / f"{module.replace('.', '/')}.py")
+    }
+    assert silent == PENDING & MODULES.keys()

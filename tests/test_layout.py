@@ -1,0 +1,119 @@
+"""Imports point one way, device code keeps to its folder, and importing costs nothing."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import anabranch
+
+PACKAGE = Path(anabranch.__file__).parent
+# From low to high; a module imports only from its own layer and the layers below it.
+LAYERS = [
+    {"state", "shapes"},
+    {"keys"},
+    {"kernels"},
+    {"merge", "plan", "attend", "append"},
+    {""},  # the package itself, `from anabranch import merge`
+    {"integrations"},
+    {"cache"},
+    {"speculative", "engine", "models"},
+    {"server"},
+    {"bench"},
+    {"cli"},
+]
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+RANK["reference"] = RANK["kernels"]  # the oracle reads key sources, but is no part of the library
+READS_REFERENCE = {"bench", "reference"}
+KERNELS_READ = {"state", "shapes", "keys", "kernels.config", "kernels.compile"}
+NO_NAMES = {"utils", "common", "helpers", "misc"}
+
+
+def module_of(path: Path) -> str:
+    """The dotted name below the package: "" for itself, "kernels.triton.merge"."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+SOURCES = {module_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports_of(module: str) -> Iterator[str]:
+    """The modules of the package that a module imports anywhere, named as in SOURCES."""
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{module} imports relative to itself"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            root, _, below = name.partition(".")
+            if root == "anabranch":
+                yield below if below in SOURCES else below.rpartition(".")[0]
+
+
+IMPORTS = [(module, other) for module in SOURCES for other in imports_of(module)]
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_every_module_has_a_layer() -> None:
+    assert {top(module) for module in SOURCES} <= RANK.keys()
+
+
+def test_imports_point_down() -> None:
+    up = [(a, b) for a, b in IMPORTS if a and RANK[top(b)] > RANK[top(a)]]
+    assert not up
+
+
+def test_only_tests_and_benchmarks_read_the_reference() -> None:
+    assert not [a for a, b in IMPORTS if b == "reference" and top(a) not in READS_REFERENCE]
+
+
+def folder(module: str) -> str:
+    return ".".join(SOURCES[module].relative_to(PACKAGE).parts[:-1])
+
+
+def test_kernels_keep_to_their_folder() -> None:
+    astray = [
+        (module, other)
+        for module, other in IMPORTS
+        if top(module) == "kernels"
+        and other not in KERNELS_READ
+        and (folder(module) == "kernels" or folder(other) != folder(module))
+    ]
+    assert not astray
+
+
+def test_the_rules_see_the_imports() -> None:
+    """The rules above would hold of an empty list, too."""
+    assert ("merge", "state") in IMPORTS
+    assert ("kernels.triton.merge", "kernels.config") in IMPORTS
+    assert ("", "merge") in IMPORTS
+
+
+def test_a_file_is_named_for_what_it_holds() -> None:
+    assert not {module for module in SOURCES if module.rpartition(".")[2] in NO_NAMES}
+
+
+@pytest.mark.parametrize("module", ["anabranch", "anabranch.integrations"])
+def test_import_touches_no_gpu_and_no_extra(module: str) -> None:
+    extras = ("transformers", "typer", "rich", "matplotlib", "pytest")
+    script = (
+        f"import sys, torch, {module}\n"
+        "assert not torch.cuda.is_initialized()\n"
+        f"assert not [name for name in {extras} if name in sys.modules]"
+    )
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert run.returncode == 0, run.stderr

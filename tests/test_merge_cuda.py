@@ -1,0 +1,653 @@
+"""The CUDA merge: its kernels on the GPU, and on the CPU with threads of the host in their place.
+
+test_merge.py holds it to the properties of every implementation; here is what is its own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import re
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from states import double, laid_out, random_state, stack, torch_merge
+from tolerance import assert_same_infinities, assert_state_close
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import anabranch
+from anabranch import AttentionState
+from anabranch.kernels.cuda import cache, compilers, driver
+from anabranch.kernels.cuda.ctypes_launcher import CtypesLauncher, Launch, plan_launch
+from anabranch.kernels.cuda.layout import KERNELS, Layout, select_layout
+from anabranch.kernels.cuda.merge import DLPACK_CUDA, SOURCES, load, load_launcher
+from anabranch.state import merge_stacked
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+DTYPES = list(itertools.product((HALF, BRAIN, SINGLE), repeat=2))
+DLPACK_CPU = 1
+KERNEL_SOURCE = (SOURCES / "merge.cu").read_text()
+Merge = Callable[
+    [tuple[AttentionState, ...], bool, torch.Tensor, torch.Tensor | None],
+    None,
+]
+
+
+def random_parts(
+    num_parts: int, shape: Sequence[int], dtype: torch.dtype, device: str = "cpu"
+) -> list[AttentionState]:
+    return [random_state(shape, seed, dtype=dtype, device=device) for seed in range(num_parts)]
+
+
+def poisoned(shape: Sequence[int], dtype: torch.dtype, device: str = "cpu") -> AttentionState:
+    return AttentionState(
+        torch.full(shape, torch.nan, dtype=dtype, device=device),
+        torch.full(shape[:-1], torch.nan, device=device),
+    )
+
+
+def check(
+    launch: Merge,
+    states: Sequence[AttentionState],
+    *,
+    stacked: bool = False,
+    out_dtype: torch.dtype | None = None,
+    in_place: bool = False,
+) -> None:
+    """What `launch` writes is the merge, as exact as torch."""
+    parts = states[0] if stacked else stack(states)
+    dtype = out_dtype or parts.out.dtype
+    expected64, by_torch = torch_merge(double(parts)), torch_merge(parts, dtype)
+    first = AttentionState(*(x[0] for x in states[0])) if stacked else states[0]
+    merged = first if in_place else poisoned(first.out.shape, dtype, str(first.out.device))
+    launch(tuple(states), stacked, *merged)
+    assert_state_close(merged, expected64, by_torch)
+
+
+def special_values(num_parts: int, device: str = "cpu") -> AttentionState:
+    """Every combination of special LSEs along the tokens, of special outputs along the heads."""
+    lses = [-torch.inf, torch.inf, torch.nan, -200.0, 0.0, 3.0]
+    outs = [0.0, 1.0, torch.inf, -torch.inf, torch.nan]
+    lse = torch.tensor(list(itertools.product(lses, repeat=num_parts)), device=device).T
+    out = torch.tensor(list(itertools.product(outs, repeat=num_parts)), device=device).T
+    shape = num_parts, lse.shape[1], out.shape[1], 4
+    return AttentionState(
+        out[:, None, :, None].expand(shape).contiguous(),
+        lse[:, :, None].expand(shape[:-1]).contiguous(),
+    )
+
+
+def check_special_values(launch: Merge, parts: AttentionState) -> None:
+    expected = merge_stacked(parts)
+    merged = poisoned(parts.out.shape[1:], parts.out.dtype, str(parts.out.device))
+    launch((parts,), True, *merged)
+    for actual, wanted in zip(merged, expected, strict=True):
+        assert_same_infinities(actual, wanted)
+        torch.testing.assert_close(actual, wanted, equal_nan=True)
+
+
+# ---- on any machine
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
+    nvcc = compilers.find_nvcc()
+    if nvcc is None:
+        pytest.skip("needs nvcc")
+    command = [nvcc, f"-arch={arch}", *compilers.OPTIONS, "-cubin", "-Xptxas", "-v"]
+    command += ["-o", str(tmp_path / "cubin"), str(SOURCES / "merge.cu")]
+    log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    compiled = re.findall(
+        r"entry function '(\w+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        log,
+        re.DOTALL,
+    )
+    assert {name for name, *_ in compiled} == set(KERNELS)
+    for name, stores, loads, registers in compiled:
+        assert stores == loads == "0", name
+        limit = 32 if name.startswith("pair1") else 64  # 32: 2048 threads on a multiprocessor
+        assert int(registers) <= limit, f"{name} uses {registers} registers"
+
+
+def test_load_says_why_not() -> None:
+    with pytest.raises(RuntimeError, match="NVIDIA GPU, got one on cpu"):
+        load(torch.device("cpu"))
+    with pytest.raises(RuntimeError, match="NVIDIA GPU"):
+        anabranch.merge(random_state((3, 2, 8), 0), impl="cuda")
+
+
+def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compilers, "_nvrtc_libraries", lambda: [str(tmp_path / "libnvrtc.so")])
+    monkeypatch.setattr(compilers, "find_nvcc", lambda: None)
+    with pytest.raises(RuntimeError, match="needs a CUDA compiler"):
+        compilers.find_cuda_compiler.__wrapped__()
+    monkeypatch.setattr(shutil, "which", lambda *_args, **_options: None)
+    with pytest.raises(RuntimeError, match="needs a C compiler"):
+        compilers.build_extension(SOURCES / "launcher.c")
+
+
+@pytest.fixture
+def cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+class FakeCompiler:
+    def __init__(self, identity: str) -> None:
+        self.identity = identity
+        self.num_calls = 0
+
+    def compile(self, source: str, arch: str) -> bytes:
+        self.num_calls += 1
+        return f"{source} for {arch}".encode()
+
+
+def test_cubins_are_built_once(monkeypatch: pytest.MonkeyPatch, cache_folder: Path) -> None:
+    fake = FakeCompiler("fake 1")
+    monkeypatch.setattr(compilers, "find_cuda_compiler", lambda: fake)
+    assert not cache_folder.exists()
+    for _ in range(2):
+        assert compilers.build_cubin("kernel", "sm_90") == b"kernel for sm_90"
+    assert fake.num_calls == 1
+    assert compilers.build_cubin("kernel", "sm_80") == b"kernel for sm_80"
+    assert compilers.build_cubin("other kernel", "sm_80") == b"other kernel for sm_80"
+    fake.identity = "fake 2"
+    compilers.build_cubin("kernel", "sm_90")
+    assert fake.num_calls == 4
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-1], lambda data: b"", lambda data: b"x" + data]
+)
+def test_damaged_entries_are_built_again(
+    cache_folder: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    path = cache.build_once("thing", ("identity",), lambda: b"content")
+    path.write_bytes(damage(path.read_bytes()))
+    assert cache.build_once("thing", ("identity",), lambda: b"content") == path
+    assert cache.read(path) == b"content"
+
+
+def test_builders_at_the_same_time_agree(cache_folder: Path) -> None:
+    content = bytes(1 << 20)
+    meeting = threading.Barrier(8)
+
+    def build() -> bytes:
+        meeting.wait(timeout=60)
+        return content
+
+    with ThreadPoolExecutor(8) as pool:
+        paths = list(pool.map(lambda _: cache.build_once("thing", (), build), range(8)))
+    assert [cache.read(path) for path in set(paths)] == [content]
+    assert list(cache_folder.iterdir()) == [paths[0]], "temporary files are gone"
+
+
+def test_builds_without_a_place_for_a_cache(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(cache.ENVIRONMENT_VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cache.read(cache.build_once("thing", (), lambda: b"content")) == b"content"
+
+
+# ---- the whole path on the CPU: launcher.c with a driver that runs the kernels on host threads
+
+HOST_TYPES = """
+struct Half {
+  unsigned short bits;
+  static float2 unpack(unsigned word) {
+    _Float16 pair[2];
+    memcpy(pair, &word, 4);
+    return {float(pair[0]), float(pair[1])};
+  }
+  static unsigned pack(float2 value) {
+    _Float16 pair[2] = {_Float16(value.x), _Float16(value.y)};
+    unsigned word;
+    memcpy(&word, pair, 4);
+    return word;
+  }
+};
+struct Bfloat16 {
+  unsigned short bits;
+  static float2 unpack(unsigned word) {
+    return {__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u)};
+  }
+  static unsigned round(float value) {
+    unsigned word = __float_as_uint(value);
+    return value != value ? 0x7fff : (word + 0x7fff + (word >> 16 & 1)) >> 16;
+  }
+  static unsigned pack(float2 value) { return round(value.x) | round(value.y) << 16; }
+};
+"""
+HOST_DEVICE = """
+#include <barrier>
+#include <cmath>
+#include <cstring>
+#include <thread>
+#include <vector>
+#define __device__
+#define __global__
+#define __grid_constant__
+#define __launch_bounds__(threads)
+#define __shared__ static
+struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
+struct float2 { float x, y; };
+struct dim3 { unsigned x, y, z; };
+uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
+template <class T> T __ldcs(const T* p) { return *p; }
+template <class T> void __stcs(T* p, T value) { *p = value; }
+float __uint_as_float(unsigned word) { float value; memcpy(&value, &word, 4); return value; }
+unsigned __float_as_uint(float value) { unsigned word; memcpy(&word, &value, 4); return word; }
+float __fdividef(float x, float y) { return x / y; }
+unsigned min(unsigned x, unsigned y) { return x < y ? x : y; }
+thread_local dim3 threadIdx, blockIdx;
+dim3 blockDim;
+std::barrier<>* block_barrier;
+void __syncthreads() { block_barrier->arrive_and_wait(); }
+"""
+HOST_LAUNCH = """
+// A kernel of two sources finds its arguments at the head of these, as on the GPU.
+extern "C" void run(void (*kernel)(Arguments<8>), unsigned grid, const unsigned* block,
+                    const Arguments<8>* arguments) {
+  blockDim = {block[0], block[1], block[2]};
+  const unsigned size = block[0] * block[1] * block[2];
+  std::barrier<> barrier(size);
+  block_barrier = &barrier;
+  std::vector<std::thread> threads;
+  for (unsigned i = 0; i < size; ++i)
+    threads.emplace_back([=] {
+      threadIdx = {i % block[0], i / block[0] % block[1], i / (block[0] * block[1])};
+      for (unsigned j = 0; j < grid; ++j, __syncthreads()) {
+        blockIdx = {j, 0, 0};
+        kernel(*arguments);
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+}
+"""
+
+
+class LaunchConfig(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3),
+        ("block", ctypes.c_uint * 3),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("num_attributes", ctypes.c_uint),
+    )
+
+
+class HostDriver:
+    """The driver functions that launcher.c calls, for a GPU made of host threads."""
+
+    def __init__(self, kernels: ctypes.CDLL) -> None:
+        self.launches: list[Launch] = []
+        self.kernels = kernels
+        pointer, number = ctypes.c_void_p, ctypes.c_int
+        self.callbacks = (
+            ctypes.CFUNCTYPE(number, ctypes.POINTER(LaunchConfig), pointer,
+                             ctypes.POINTER(pointer), pointer)(self.launch),
+            ctypes.CFUNCTYPE(number, pointer)(lambda _context: 0),  # none is current
+            ctypes.CFUNCTYPE(number, pointer)(lambda _context: 0),
+            ctypes.CFUNCTYPE(number, pointer)(lambda _context: 0),
+            ctypes.CFUNCTYPE(number, number, pointer)(lambda _status, _reason: 0),
+        )  # fmt: skip
+
+    def addresses(self) -> tuple[int, ...]:
+        return tuple(ctypes.cast(f, ctypes.c_void_p).value or 0 for f in self.callbacks)
+
+    def functions(self) -> tuple[int, ...]:
+        found = (ctypes.cast(getattr(self.kernels, name), ctypes.c_void_p) for name in KERNELS)
+        return tuple(function.value or 0 for function in found)
+
+    def launch(self, config_pointer, function, parameters, _extra) -> int:
+        config = config_pointer.contents
+        name = KERNELS[self.functions().index(function)]
+        arguments = ctypes.string_at(parameters[0], 24 + 9 * 72)
+        self.launches.append(Launch(name, tuple(config.grid), tuple(config.block), arguments))
+        self.kernels.run(ctypes.c_void_p(function), config.grid[0], config.block, arguments)
+        return 0
+
+
+@pytest.fixture(scope="module")
+def host(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """launcher.c on a HostDriver, for CPU tensors."""
+    folder = tmp_path_factory.mktemp("host")
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("needs g++")
+    head, _, rest = KERNEL_SOURCE.partition("struct Half {")
+    _, _, tail = rest.partition("struct Float {")
+    source = folder / "kernels.cpp"
+    source.write_text(HOST_DEVICE + head + HOST_TYPES + "struct Float {" + tail + HOST_LAUNCH)
+    command = [compiler, "-std=c++20", "-O1", "-w", "-shared", "-fPIC", "-pthread", str(source)]
+    subprocess.run([*command, "-o", str(folder / "kernels.so")], check=True)
+    host_driver = HostDriver(ctypes.CDLL(str(folder / "kernels.so")))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(cache.ENVIRONMENT_VARIABLE, str(folder))
+        try:
+            launcher = compilers.build_extension(SOURCES / "launcher.c")
+        except RuntimeError as error:
+            pytest.skip(str(error))
+    launcher.attach(
+        torch.Tensor.__dlpack_c_exchange_api__,
+        AttentionState,
+        torch.empty_like,
+        host_driver.addresses(),
+    )
+    return SimpleNamespace(driver=host_driver, launcher=launcher)
+
+
+def on_host(host: SimpleNamespace, layout: Layout) -> Merge:
+    """A launcher that also holds launcher.c and ctypes_launcher.py to the same launch."""
+    host.launcher.load(DLPACK_CPU, 0, 1, host.driver.functions(), astuple(layout))
+
+    def launch(
+        states: tuple[AttentionState, ...],
+        stacked: bool,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        planned = plan_launch(states, stacked, out, lse, layout)
+        host.launcher.launch(states, stacked, out, lse)
+        launched = host.driver.launches.pop()
+        used = slice(24 + 72 * (1 + (2 if "pair" in planned.kernel else len(states))))
+        assert launched[:3] == planned[:3]
+        assert launched.arguments[used] == planned.arguments[used]
+
+    return launch
+
+
+ONE_ROW = Layout(32, 32, 1 << 30, 32, 0, False)  # to a thread; no groups
+MANY_ROWS = Layout(32, 64, 0, 64, 1 << 30, False)
+host_layouts = pytest.mark.parametrize("layout", [ONE_ROW, MANY_ROWS], ids=["one", "many"])
+
+
+@host_layouts
+@pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES)
+@pytest.mark.parametrize("head_dim", [1, 40, 128, 300])
+def test_host_merges_separate_states(
+    host: SimpleNamespace, layout: Layout, dtype: torch.dtype, out_dtype: torch.dtype, head_dim: int
+) -> None:
+    for num_parts in (1, 2, 5, 8):
+        states = random_parts(num_parts, (13, 3, head_dim), dtype)
+        check(on_host(host, layout), states, out_dtype=out_dtype)
+
+
+@host_layouts
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 17])
+def test_host_merges_stacked_states(host: SimpleNamespace, layout: Layout, num_parts: int) -> None:
+    for shape in ((13, 3, 64), (1, 5, 64), (5, 1, 7)):
+        parts = stack(random_parts(num_parts, shape, HALF))
+        check(on_host(host, layout), [parts], stacked=True)
+        check(on_host(host, layout), [parts], stacked=True, in_place=True)
+
+
+@host_layouts
+@pytest.mark.parametrize("out_layout", ["transposed", "stride 2", "sliced", "reversed"])
+@pytest.mark.parametrize("lse_layout", ["contiguous", "transposed", "sliced"])
+def test_host_merges_any_strides(
+    host: SimpleNamespace, layout: Layout, out_layout: str, lse_layout: str
+) -> None:
+    plain, other = random_parts(2, (7, 3, 16), HALF)
+    other = AttentionState(laid_out(other.out, out_layout), laid_out(other.lse, lse_layout))
+    check(on_host(host, layout), [plain, other])
+    check(on_host(host, layout), [plain, other, plain])
+    check(on_host(host, layout), [other, plain], in_place=True)
+
+
+@host_layouts
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_host_special_values(host: SimpleNamespace, layout: Layout, num_parts: int) -> None:
+    check_special_values(on_host(host, layout), special_values(num_parts))
+
+
+def test_host_without_lse(host: SimpleNamespace) -> None:
+    states = tuple(random_parts(2, (7, 3, 16), SINGLE))
+    merged = poisoned((7, 3, 16), SINGLE)
+    on_host(host, ONE_ROW)(states, False, merged.out, None)
+    torch.testing.assert_close(merged.out, merge_stacked(stack(states)).out)
+    assert merged.lse.isnan().all()
+
+
+def test_launcher_refuses_what_does_not_match(host: SimpleNamespace) -> None:
+    on_host(host, ONE_ROW)
+    state, merged = random_state((7, 3, 16), 0), poisoned((7, 3, 16), SINGLE)
+    wrong = {
+        "shapes of out": (state, random_state((7, 3, 8), 0)),
+        "dtypes of out": (state, random_state((7, 3, 16), 0, dtype=HALF)),
+        "lse must be float32": (state, state._replace(lse=state.lse.double())),
+        "without the last dimension": (state, state._replace(lse=state.lse.T)),
+        "must be float16": (AttentionState(state.out.double(), state.lse),),
+        "tokens, heads, head_dim": (AttentionState(state.out[0], state.lse[0]),),
+        "1 to 8 states": (state,) * 9,
+        "size is 0": (random_state((0, 3, 16), 0),),
+        "a state is": ((state.out,),),
+    }
+    for message, states in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            host.launcher.launch(states, False, *merged)
+        assert host.launcher.try_merge(states) is None
+    with pytest.raises(ValueError, match="shapes of out"):
+        host.launcher.launch((state,), False, merged.out[1:], merged.lse[1:])
+    with FakeTensorMode(), pytest.raises(ValueError, match="no memory"):
+        fake = AttentionState.empty((7, 3, 16))
+        assert host.launcher.try_merge((fake, fake)) is None
+        host.launcher.launch((fake,), False, *merged)
+    with pytest.raises(RuntimeError, match="meta"):
+        meta = AttentionState(state.out.to("meta"), state.lse.to("meta"))
+        host.launcher.launch((meta,), False, *merged)
+    with pytest.raises(RuntimeError):
+        host.launcher.launch((("out", "lse"),), False, *merged)
+    host.launcher.load(DLPACK_CUDA, 0, 1, host.driver.functions(), astuple(ONE_ROW))
+    with pytest.raises(ValueError, match="no kernels are loaded"):
+        host.launcher.launch((state,), False, *merged)
+
+
+def test_try_merge_takes_the_common_case_only(host: SimpleNamespace) -> None:
+    on_host(host, ONE_ROW)
+    states = tuple(random_parts(2, (7, 3, 16), HALF))
+    merged = host.launcher.try_merge(states)
+    assert type(merged) is AttentionState
+    stacked = stack(states)
+    assert_state_close(merged, torch_merge(double(stacked)), torch_merge(stacked, HALF))
+    first, second = states
+    learning = second._replace(out=second.out.float().requires_grad_())
+    assert host.launcher.try_merge((first._replace(out=first.out.float()), learning)) is None
+    sliced = AttentionState(laid_out(first.out, "sliced"), first.lse)
+    assert host.launcher.try_merge((sliced, second)) is None
+    assert host.launcher.try_merge((tuple(first), second)) is None
+
+
+# ---- on a GPU
+
+
+@pytest.fixture(scope="module", params=["launcher.c", "two rows to a thread", "ctypes"])
+def launch(request: pytest.FixtureRequest) -> Iterator[Merge]:
+    device = torch.device("cuda", torch.cuda.current_device())
+    fast = load(device)
+    assert not isinstance(fast, CtypesLauncher), "launcher.c was not built"
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    cubin = compilers.build_cubin(KERNEL_SOURCE, "sm_{}{}".format(*capability))
+    functions = driver.load_functions(device.index, cubin, KERNELS)
+    layout = select_layout(capability, properties.multi_processor_count)
+    where = DLPACK_CUDA, device.index, driver.primary_context(device.index), functions
+    if request.param == "ctypes":
+        fast = CtypesLauncher(device.index, functions, layout)
+    elif request.param == "two rows to a thread":
+        load_launcher().load(*where, astuple(replace(layout, large_threads=0)))
+    yield fast
+    load_launcher().load(*where, astuple(layout))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [1, 5, 40, 64, 72, 100, 128, 192, 256, 512])
+@pytest.mark.parametrize(("dtype", "out_dtype"), DTYPES)
+def test_head_dims_and_dtypes(
+    launch: Merge, head_dim: int, dtype: torch.dtype, out_dtype: torch.dtype
+) -> None:
+    states = random_parts(3, (613, 5, head_dim), dtype, "cuda")
+    check(launch, states[:2], out_dtype=out_dtype)
+    check(launch, states, out_dtype=out_dtype)
+    check(launch, states[1:], in_place=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_parts", range(1, 9))
+def test_separate_states(launch: Merge, num_parts: int) -> None:
+    states = random_parts(num_parts, (257, 16, 128), HALF, "cuda")
+    check(launch, states)
+    check(launch, states, in_place=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_parts", [1, 2, 3, 17, 256])
+@pytest.mark.parametrize("shape", [(1, 32, 128), (65, 4, 72), (3, 100, 64)])
+def test_stacked_states(launch: Merge, num_parts: int, shape: tuple[int, ...]) -> None:
+    for dtype, out_dtype in ((BRAIN, BRAIN), (SINGLE, BRAIN), (SINGLE, SINGLE)):
+        parts = stack(random_parts(num_parts, shape, dtype, "cuda"))
+        check(launch, [parts], stacked=True, out_dtype=out_dtype)
+        check(launch, [parts], stacked=True, in_place=True)
+
+
+@pytest.mark.gpu
+def test_many_rows(launch: Merge) -> None:
+    states = random_parts(2, (2613, 32, 128), HALF, "cuda")
+    check(launch, states)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out_layout", ["transposed", "stride 2", "sliced", "reversed"])
+@pytest.mark.parametrize("lse_layout", ["contiguous", "transposed", "sliced"])
+def test_strides(launch: Merge, out_layout: str, lse_layout: str) -> None:
+    for head_dim in (5, 64, 128):
+        plain, other = random_parts(2, (129, 6, head_dim), HALF, "cuda")
+        other = AttentionState(laid_out(other.out, out_layout), laid_out(other.lse, lse_layout))
+        check(launch, [plain, other])
+        check(launch, [other, plain, plain])
+        check(launch, [other, plain], in_place=True)
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(launch: Merge) -> None:
+    far = 2**31
+    storage = torch.zeros(far + 256, dtype=HALF, device="cuda")
+    state, other = random_parts(2, (2, 2, 128), HALF, "cuda")
+    distant = storage.as_strided((2, 2, 128), (far, 128, 1))
+    distant.copy_(state.out)
+    check(launch, [AttentionState(distant, state.lse), other], in_place=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_parts", [2, 3])
+def test_special_values(launch: Merge, num_parts: int) -> None:
+    check_special_values(launch, special_values(num_parts, "cuda"))
+
+
+@pytest.mark.gpu
+def test_without_lse(launch: Merge) -> None:
+    states = tuple(random_parts(2, (65, 3, 64), SINGLE, "cuda"))
+    merged = poisoned((65, 3, 64), SINGLE, "cuda")
+    launch(states, False, merged.out, None)
+    torch.testing.assert_close(merged.out, merge_stacked(stack(states)).out)
+    assert merged.lse.isnan().all()
+
+
+@pytest.mark.gpu
+def test_graph_replays_on_new_data(launch: Merge) -> None:
+    states = random_parts(2, (300, 8, 128), BRAIN, "cuda")
+    merged, again = (poisoned((300, 8, 128), BRAIN, "cuda") for _ in range(2))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch(tuple(states), False, *merged)
+        launch((merged, states[1]), False, *again)  # on what the launch before it wrote
+    for seed in (10, 20):
+        news = [random_state((300, 8, 128), seed + i, dtype=BRAIN, device="cuda") for i in (0, 1)]
+        for state, new in zip(states, news, strict=True):
+            state.out.copy_(new.out)
+            state.lse.copy_(new.lse)
+        graph.replay()
+        check_against(merged, news)
+        check_against(again, [merged, news[1]])
+
+
+@pytest.mark.gpu
+def test_first_launch_may_be_captured() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    cubin = compilers.build_cubin(KERNEL_SOURCE, "sm_{}{}".format(*capability))
+    layout = select_layout(capability, properties.multi_processor_count)
+    states = tuple(random_parts(2, (300, 8, 128), HALF, "cuda"))
+    merged = poisoned((300, 8, 128), HALF, "cuda")
+    functions = driver.load_functions(device.index, cubin, KERNELS)  # a module of its own
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        CtypesLauncher(device.index, functions, layout)(states, False, *merged)
+    graph.replay()
+    check_against(merged, states)
+
+
+def check_against(merged: AttentionState, states: Sequence[AttentionState]) -> None:
+    parts = stack(states)
+    assert_state_close(merged, torch_merge(double(parts)), torch_merge(parts, merged.out.dtype))
+
+
+@pytest.mark.gpu
+def test_runs_on_the_current_stream(launch: Merge) -> None:
+    news = random_parts(2, (300, 8, 128), HALF, "cuda")
+    states = [AttentionState(*map(torch.zeros_like, state)) for state in news]
+    merged = poisoned((300, 8, 128), HALF, "cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # another stream would merge the zeros
+        for state, new in zip(states, news, strict=True):
+            state.out.copy_(new.out)
+            state.lse.copy_(new.lse)
+        launch(tuple(states), False, *merged)
+    stream.synchronize()
+    check_against(merged, news)
+
+
+@pytest.mark.gpu
+def test_runs_in_a_thread_without_a_context(launch: Merge) -> None:
+    states = random_parts(2, (300, 8, 128), HALF, "cuda")
+    merged = poisoned((300, 8, 128), HALF, "cuda")
+    thread = threading.Thread(target=launch, args=(tuple(states), False, *merged))
+    thread.start()
+    thread.join()
+    check_against(merged, states)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_runs_on_a_device_that_is_not_current() -> None:
+    states = random_parts(2, (300, 8, 128), HALF, "cuda:1")
+    assert torch.cuda.current_device() == 0
+    check_against(anabranch.merge(*states, impl="cuda"), states)
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.gpu
+def test_compiles_into_one_graph() -> None:
+    @torch.compile(fullgraph=True)
+    def cascade(a: AttentionState, b: AttentionState) -> AttentionState:
+        return anabranch.merge(a, AttentionState(b.out * 2, b.lse), impl="cuda")
+
+    a, b = random_parts(2, (300, 8, 128), HALF, "cuda")
+    check_against(cascade(a, b), [a, AttentionState(b.out * 2, b.lse)])
