@@ -227,8 +227,9 @@ def _attend_triton(
         plan.schedule,
         Parts(plan.outs, plan.lses, plan.counters),
         plan.constants,
-        plan.num_warps,
-        plan.num_stages,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        maxnreg=plan.max_registers,
     )
     return AttentionState(out, lse)
 

@@ -38,29 +38,31 @@ class Plan:
     constants: AttendConstants
     num_warps: int
     num_stages: int
+    max_registers: int | None
     num_tokens: int
     num_seqs: int
     window: int | None
 
     def static(self) -> list[int]:
         """All that is not a tensor, as integers; `plan_from` reads them back."""
-        window = -1 if self.window is None else self.window
-        tail = (self.num_warps, self.num_stages, self.num_tokens, self.num_seqs, window)
+        limits = (self.max_registers or 0, self.num_tokens, self.num_seqs, self.window or 0)
+        tail = (self.num_warps, self.num_stages, *limits)
         return [*map(int, astuple(self.constants)[:-1]), *tail]
 
 
 def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
     """A plan from what an operator's arguments can carry."""
     count = len(fields(AttendConstants)) - 1  # page strides come with the keys
-    num_warps, num_stages, num_tokens, num_seqs, window = static[count:]
+    num_warps, num_stages, max_registers, num_tokens, num_seqs, window = static[count:]
     return Plan(
         *tensors,
         AttendConstants(*static[:count]),  # pyright: ignore[reportArgumentType]
         num_warps,
         num_stages,
+        max_registers or None,
         num_tokens,
         num_seqs,
-        None if window < 0 else window,
+        window or None,
     )
 
 
@@ -147,6 +149,7 @@ def _fill(
         constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        max_registers=config.max_registers,
         num_tokens=num_tokens,
         num_seqs=num_seqs,
         window=window,

@@ -220,8 +220,8 @@ def test_options(options: dict[str, object], dims: tuple[int, int]) -> None:
 @pytest.mark.parametrize("options", [{}, {"window": 50, "sinks": True}, {"tree_width": 4}], ids=str)
 def test_batches(lengths: dict[str, tuple[int, ...]], options: dict[str, object]) -> None:
     for source in SOURCES:
-        for dtype in DTYPES[:2]:
-            check(Case(source=source, dtype=dtype, **lengths, **options))
+        check(Case(source=source, padding=0, **lengths, **options))
+        check(Case(source=source, dtype=torch.bfloat16, **lengths, **options))
 
 
 @pytest.mark.parametrize("source", ["dense", "paged"])
@@ -276,7 +276,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=120, deadline=None, derandomize=True)
+@settings(max_examples=250, deadline=None, derandomize=True)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_fuzz(case: Case, seed: int) -> None:
     check(case, seed)

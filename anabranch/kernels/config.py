@@ -39,6 +39,7 @@ class AttendConfig:
     fan_in: int = 8  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
     merge_price: int = 5  # a merge takes as long as this many tiles
+    max_registers: int | None = None  # a thread may use, so that workers_per_sm fit
     part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
     whole_rows: int = 512  # there, sequences with so many query rows are not cut
 

@@ -15,7 +15,7 @@ from anabranch.kernels.cpu.merge import merge
 from anabranch.keys import KeySource, PagedKV
 from anabranch.state import AttentionState
 
-MAX_MERGED_ELEMENTS = 1 << 17
+MAX_MERGED_ELEMENTS = 1 << 18
 MAX_COPIED_BYTES = 8 << 20  # beyond 32 MiB glibc maps fresh pages at every call, 4 times slower
 
 
@@ -44,15 +44,15 @@ def attend(
         else:
             part = attend_blockwise(batch, visibility, shape[2], scale=scale, softcap=softcap)
         part = AttentionState(*(x.flatten(0, 1) for x in part))
-        if len(part.out) == len(q):  # every token, in order
+        if batch.tokens == slice(0, len(q)):
             state = part
         else:
             state = state or AttentionState.empty(shape, dtype=q.dtype)
             state.out[batch.tokens], state.lse[batch.tokens] = part
     state = state or AttentionState.empty(shape, dtype=q.dtype)
     if sinks is not None:
-        attended = AttentionState(*(x[bounds[0] : bounds[-1]] for x in state))
-        merge((attended, AttentionState.sink(sinks, attended)), False, *attended)
+        attended = AttentionState(*(x[None, bounds[0] : bounds[-1]] for x in state))
+        _merge_rows((attended, AttentionState.sink(sinks, attended)), attended)
     return state
 
 

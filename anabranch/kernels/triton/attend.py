@@ -94,8 +94,7 @@ def attend(
     schedule: torch.Tensor,
     parts: Parts,
     constants: AttendConstants,
-    num_warps: int,
-    num_stages: int,
+    **options: int | None,  # num_warps, num_stages, maxnreg
 ) -> None:
     """Write the state of `q` over the keys, as `schedule` divides the work."""
     attend_kernel[constants.num_kv_heads, constants.num_workers](
@@ -113,8 +112,7 @@ def attend(
         schedule,
         parts,
         constants if table is None else with_page_strides(constants, k[1:3] + v[1:3]),
-        num_warps=num_warps,
-        num_stages=num_stages,
+        **options,
     )
 
 

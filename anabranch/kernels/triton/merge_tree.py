@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_parts
+from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_part
 from anabranch.kernels.triton.output import write_rows
 
 
@@ -57,15 +57,21 @@ def leave_part(out, lse, part, first_slot, kv_head, num_rows, parts, C: tl.const
 
 
 @triton.jit
-def merge_children(slots, present, rows, num_rows, parts, C: tl.constexpr):
-    """Merge some rows of the parts in `slots`. Loads pass by L1: other workers wrote them."""
-    mask = present[:, None] & (rows < num_rows)[None, :]
-    rows = slots[:, None] * C.block_m + rows[None, :]
-    lses = tl.load(parts.lses + rows, mask, other=float("-inf"), cache_modifier=".cg")
-    dims = tl.arange(0, C.block_dv)[None, None, :]
-    ptrs = parts.outs + rows[:, :, None] * C.block_dv + dims
-    outs = tl.load(ptrs, mask[:, :, None], other=0.0, cache_modifier=".cg")
-    return finish_merge(merge_parts(empty_state(C.merge_rows, C.block_dv), outs, lses))
+def merge_children(
+    node, span, children, first_slot, kv_head, rows, num_rows, parts, C: tl.constexpr
+):
+    """Merge some rows of a node's children. Loads pass by L1: other workers wrote them."""
+    state = empty_state(C.merge_rows, C.block_dv)
+    dims = tl.arange(0, C.block_dv)[None, :]
+    FAN_IN: tl.constexpr = C.fan_in
+    for child in tl.static_range(FAN_IN):  # unrolled, so that all loads are under way at once
+        present = (rows < num_rows) & (child < children)
+        places = slot_of(node + child * span, first_slot, kv_head, C) * C.block_m + rows
+        lse = tl.load(parts.lses + places, present, other=float("-inf"), cache_modifier=".cg")
+        ptrs = parts.outs + places[:, None] * C.block_dv + dims
+        out = tl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
+        state = merge_part(state, out, lse)
+    return finish_merge(state)
 
 
 @triton.jit
@@ -103,12 +109,12 @@ def merge_tree(
             # node + span tells a node from all others: fan_in divides it as often as it does span
             climbs = arrive(parts.counters + slot_of(node + span, first_slot, kv_head, C), children)
             if climbs:
-                indices = tl.arange(0, C.fan_in)
-                slots = slot_of(node + indices * span, first_slot, kv_head, C)
                 left = tl.minimum(num_rows - first_row, C.block_m)
                 for row in range(0, left, C.merge_rows):
                     rows = row + tl.arange(0, C.merge_rows)
-                    out, lse = merge_children(slots, indices < children, rows, left, parts, C)
+                    out, lse = merge_children(
+                        node, span, children, first_slot, kv_head, rows, left, parts, C
+                    )
                     if span * C.fan_in >= num_parts:
                         write_rows(
                             out, lse, first_row + rows, num_rows, q_start, kv_head,
