@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tolerance import assert_state_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch import reference
@@ -144,29 +145,33 @@ def torch_attention(q: torch.Tensor, keys: KeySource, options: dict[str, object]
     return state
 
 
-def assert_close(
+def score_rounding(q: torch.Tensor, keys: KeySource, scale: float) -> float:
+    """How far a float32 sum of products may be off in another order, by Cauchy-Schwarz."""
+    lengths = [x.float().nan_to_num().norm(dim=-1).flatten() for x in (q, keys.k)]
+    longest = [torch.cat([x, x.new_zeros(1)]).amax().item() for x in lengths]
+    return torch.finfo(torch.float32).eps * longest[0] * longest[1] * scale
+
+
+def assert_right(
     state: AttentionState, q: torch.Tensor, keys: KeySource, options: dict[str, object]
 ) -> None:
-    """At most twice torch's error plus one rounding, infinities in the same places first."""
+    """By the largest error of torch or a rounding: in a few rows torch may be right by luck."""
+    assert state.out.dtype == q.dtype
     expected = reference.attend(q, keys, **options)
-    rough = torch_attention(q, keys, options)
-    empty = expected.lse == -torch.inf
-    assert state.out.shape == expected.out.shape and state.lse.shape == expected.lse.shape
-    assert state.out.dtype == q.dtype and state.lse.dtype == torch.float32
-    assert torch.equal(state.lse == -torch.inf, empty)
-    assert not state.out[empty].any()
-    values = [part.nan_to_num(0.0).abs() for part in (keys.v, expected.lse[~empty])]
-    for mine, theirs, right, value in zip(state, rough, expected, values, strict=True):
-        if not empty.all():
-            tolerance = 2 * (theirs.double() - right)[~empty].abs().max()
-            tolerance += torch.finfo(q.dtype).eps * value.max()
-            error = (mine.double() - right)[~empty].abs().max()
-            assert error <= tolerance, (error, tolerance)  # a NaN fails here
+    by_torch = torch_attention(q, keys, options)
+    rounding = score_rounding(q, keys, options["scale"])
+    largest = torch.cat([keys.v.flatten().nan_to_num().abs(), keys.v.new_zeros(1)]).amax().item()
+    roundings = (largest * (torch.finfo(q.dtype).eps + rounding), rounding)
+    off = []
+    for right, theirs, least in zip(expected, by_torch, roundings, strict=True):
+        errors = (theirs.double() - right).nan_to_num(0.0, 0.0, 0.0).abs().flatten()
+        off.append(right + torch.cat([errors, errors.new_tensor([least])]).amax())
+    assert_state_close(state, expected, AttentionState(*off))
 
 
 def check(case: Case, seed: int = 0) -> None:
     q, keys, options = make_inputs(case, seed)
-    assert_close(attend(q, keys, **options), q, keys, options)
+    assert_right(attend(q, keys, **options), q, keys, options)
 
 
 @pytest.mark.parametrize("source", SOURCES)
@@ -249,6 +254,16 @@ def test_keys_cut_into_parts(
         check(Case(source=source, dtype=dtype, group=group, **lengths))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dims", [(64, 64), (192, 128)])
+@pytest.mark.parametrize("q_len", [1, 4, 300])
+def test_no_less_accurate_than_torch(dtype: torch.dtype, dims: tuple[int, int], q_len: int) -> None:
+    lengths = {"q_lens": (q_len,) * 3, "k_lens": (700, 690, 1000)}
+    q, keys, options = make_inputs(Case(dtype=dtype, dims=dims, padding=0, **lengths), seed=0)
+    expected = reference.attend(q, keys, **options)
+    assert_state_close(attend(q, keys, **options), expected, torch_attention(q, keys, options))
+
+
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     num_seqs = draw(st.integers(1, 4))
@@ -276,13 +291,13 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=250)
 @given(case=cases(), seed=st.integers(0, 1000))
 def test_fuzz(case: Case, seed: int) -> None:
     check(case, seed)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150)
 @given(
     q_len=st.integers(1, 2 * BLOCK_M),
     k_len=st.integers(1, 2 * BLOCK_M),
@@ -315,7 +330,7 @@ def test_states_of_cut_keys_merge() -> None:
         part = RaggedKV(keys.k[start:stop], keys.v[start:stop], some)
         parts.append(attend(q, part, **(options | {"causal": causal})))
     merged = merge_stacked(AttentionState(*map(torch.stack, zip(*parts, strict=True))))
-    assert_close(merged, q, keys, options)
+    assert_right(merged, q, keys, options)
 
 
 class Recorder(TorchDispatchMode):

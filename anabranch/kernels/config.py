@@ -36,8 +36,9 @@ class AttendConfig:
     num_stages: int
     workers_per_sm: int
     keys_first: bool = False  # transposed tiles, for few rows
-    fan_in: int = 8  # parts merged by one node of the merge tree
+    fan_in: int = 64  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
+    merge_batch: int = 8  # parts loaded at a time
     merge_price: int = 5  # a merge takes as long as this many tiles
     max_registers: int | None = None  # a thread may use, so that workers_per_sm fit
     part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
@@ -62,6 +63,7 @@ class AttendConstants:
     keys_first: bool
     fan_in: int
     merge_rows: int
+    merge_batch: int
     num_workers: int  # teams of one program for each kv head
     merge_price: int
     fixed_parts: bool
@@ -101,6 +103,7 @@ def attend_constants(
         keys_first=config.keys_first,
         fan_in=config.fan_in,
         merge_rows=min(config.merge_rows, config.block_m),
+        merge_batch=config.merge_batch,
         num_workers=num_workers,
         merge_price=config.merge_price,
         fixed_parts=fixed_parts,

@@ -12,7 +12,8 @@ from anabranch.kernels.cpu.columns import Pages, Rows, Views, find_columns
 from anabranch.keys import KeySource, RaggedKV
 
 MAX_SHORT_WORK = 1 << 20  # multiply-adds of a sequence that cost about as much as a call
-MAX_PADDING = 64, 0.25  # keys, or share of the longest sequence
+MAX_PADDED_KEYS = 64  # that a short sequence may lack to the longest of its batch,
+MAX_PADDED_SHARE = 0.25  # or this share of the longest
 
 
 class Batch(NamedTuple):
@@ -72,7 +73,7 @@ def group_sequences(
             return False
         if q_len * longest > max_short or q_len > k_len:
             return join_long and k_len == longest and seq == group[-1] + 1
-        return longest - k_len <= max(MAX_PADDING[0], MAX_PADDING[1] * longest)
+        return longest - k_len <= max(MAX_PADDED_KEYS, MAX_PADDED_SHARE * longest)
 
     for seq in order:
         if groups and joins(seq, groups[-1]):

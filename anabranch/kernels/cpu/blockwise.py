@@ -22,22 +22,22 @@ def attend_blockwise(
     num_seqs, q_len, num_heads, _ = batch.q.shape
     shape = (num_seqs, q_len, num_heads, head_dim_v)
     state = AttentionState.empty(shape, dtype=batch.q.dtype)
-    q_scale = scale if softcap is None else scale / softcap
     for start in range(0, q_len, BLOCK_M):
         rows = slice(start, min(start + BLOCK_M, q_len))
-        q = batch.q[:, rows].transpose(1, 2).float() * q_scale
-        out, lse = _attend_rows(q, batch, visibility, rows, head_dim_v, softcap)
+        q = batch.q[:, rows].transpose(1, 2).float()
+        out, lse = _attend_rows(q, batch, visibility, rows, head_dim_v, scale, softcap)
         state.out[:, rows] = out.transpose(1, 2)
         state.lse[:, rows] = lse.transpose(1, 2)
     return state
 
 
 def _attend_rows(
-    q: torch.Tensor,  # float32 [num_seqs, num_heads, rows, head_dim_k], scaled
+    q: torch.Tensor,  # float32 [num_seqs, num_heads, rows, head_dim_k]
     batch: Batch,
     visibility: Visibility,
     rows: slice,
     head_dim_v: int,
+    scale: float,
     softcap: float | None,
 ) -> AttentionState:
     peak = q.new_full((*q.shape[:3], 1), -torch.inf)
@@ -49,8 +49,10 @@ def _attend_rows(
         k, v = (x.transpose(1, 2).float() for x in batch.columns.read(keys))
         scores = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.transpose(2, 3)
         scores = scores.view(*q.shape[:3], -1)
-        if softcap is not None:
-            scores.tanh_().mul_(softcap)
+        if softcap is None:
+            scores.mul_(scale)
+        else:
+            scores.mul_(scale / softcap).tanh_().mul_(softcap)
         mask = visibility.tile(rows, keys)
         if mask is not None:
             scores.masked_fill_(~mask, -torch.inf)

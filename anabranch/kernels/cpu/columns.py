@@ -64,7 +64,8 @@ class Rows(NamedTuple):
 def _copy_rows(k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor) -> Pair:
     if k.shape[-1] != v.shape[-1]:
         return k.index_select(0, rows), v.index_select(0, rows)
-    # one allocation: of two equal ones glibc may give the second back, and fault it in, every time
+    # one allocation: freed together, two exceed glibc's trim threshold and are faulted in again
+    # at every call (measured: 3.1 ms against 0.3 for 6 MB)
     k_rows, v_rows = k.new_empty(2, len(rows), *k.shape[1:])
     torch.index_select(k, 0, rows, out=k_rows)
     torch.index_select(v, 0, rows, out=v_rows)

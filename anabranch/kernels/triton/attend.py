@@ -161,10 +161,9 @@ def attend_tiles(
     MASKED: tl.constexpr,
     BOXED: tl.constexpr,
 ):
-    """Attend to the tiles [tile, stop).
+    """Attend to the tiles [tile, stop); without MASKED every token sees all of their keys.
 
-    Without MASKED every token sees all of their keys. BOXED tiles lie wholly inside the sequence and
-    are copied as boxes by the tensor memory accelerator.
+    BOXED tiles lie wholly inside the sequence, and the tensor memory accelerator copies them.
     """
     origin, q_len, seq_len, kv_head = pair
     k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
@@ -274,34 +273,33 @@ def attend_pair(
         acc = tl.trans(acc)
     state = (peak, total, acc)
 
-    full_start, full_stop, boxed_stop = tile, tile, tile
     if C.block_m >= 64:  # a short block waits for memory and has time to mask every tile
         last_token = (tl.minimum(first_row + C.block_m, q_len * C.group) - 1) // C.group
         start, end = seen_by_all(
             first_row // C.group, last_token, q_len, seq_len, rules.window, rules.tree, C.causal
         )
-        full_start = tl.minimum(tl.maximum(tl.cdiv(start, C.block_n), tile), stop)
-        full_stop = tl.minimum(tl.maximum(end // C.block_n, full_start), stop)
-        boxed_stop = full_stop
         if rules.window is not None:
+            full_start = tl.minimum(tl.maximum(tl.cdiv(start, C.block_n), tile), stop)
+            if tile < full_start:
+                state = attend_tiles(
+                    state, (q_main, q_rest), tokens, tree_rows, tile, full_start, pair, k, v, k_box,
+                    k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
+                )  # fmt: skip
+            tile = full_start
+        full_stop = tl.minimum(tl.maximum(end // C.block_n, tile), stop)
+        if tile < full_stop:
             state = attend_tiles(
-                state, (q_main, q_rest), tokens, tree_rows, tile, full_start, pair,
-                k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
+                state, (q_main, q_rest), tokens, tree_rows, tile, full_stop, pair, k, v, k_box,
+                k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, False,
+                k_box is not None,
             )  # fmt: skip
+        tile = full_stop
+    if tile < stop:
         state = attend_tiles(
-            state, (q_main, q_rest), tokens, tree_rows, full_start, full_stop, pair,
-            k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, False, k_box is not None,
+            state, (q_main, q_rest), tokens, tree_rows, tile, stop, pair, k, v, k_box,
+            k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
         )  # fmt: skip
-        if k_box is not None:
-            boxed_stop = tl.minimum(tl.maximum(seq_len // C.block_n, full_stop), stop)
-            state = attend_tiles(
-                state, (q_main, q_rest), tokens, tree_rows, full_stop, boxed_stop, pair,
-                k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, True,
-            )  # fmt: skip
-    peak, total, acc = attend_tiles(
-        state, (q_main, q_rest), tokens, tree_rows, boxed_stop, stop, pair,
-        k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
-    )  # fmt: skip
+    peak, total, acc = state
     if C.keys_first:
         total = tl.sum(total, 0)
         acc = tl.trans(acc)
