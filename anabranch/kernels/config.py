@@ -39,7 +39,8 @@ class AttendConfig:
     fan_in: int = 64  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
     merge_batch: int = 8  # parts loaded at a time
-    merge_price: int = 5  # a merge takes as long as this many tiles
+    merge_price: int = 5  # a merge takes as long as this many tiles,
+    block_price: int = 2  # and beginning a block as long as this many
     max_registers: int | None = None  # a thread may use, so that workers_per_sm fit
     part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
     whole_rows: int = 512  # there, sequences with so many query rows are not cut
@@ -66,6 +67,7 @@ class AttendConstants:
     merge_batch: int
     num_workers: int  # teams of one program for each kv head
     merge_price: int
+    block_price: int
     fixed_parts: bool
     part_tiles: int
     whole_rows: int
@@ -106,6 +108,7 @@ def attend_constants(
         merge_batch=config.merge_batch,
         num_workers=num_workers,
         merge_price=config.merge_price,
+        block_price=config.block_price,
         fixed_parts=fixed_parts,
         part_tiles=config.part_tiles,
         whole_rows=config.whole_rows,

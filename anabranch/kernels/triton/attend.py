@@ -35,7 +35,13 @@ from anabranch.kernels.triton.online_softmax import (
     update_state,
 )
 from anabranch.kernels.triton.output import write_rows
-from anabranch.kernels.triton.schedule import read_block, read_header, read_worker, units_of
+from anabranch.kernels.triton.schedule import (
+    part_of,
+    read_block,
+    read_header,
+    read_worker,
+    units_of,
+)
 
 
 class Rules(NamedTuple):
@@ -334,38 +340,34 @@ def attend_kernel(
     while unit < stop:
         origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit = record
         num_rows = q_len * C.group
-        units, unit_tiles = units_of(num_tiles, num_rows, C)
+        units = units_of(num_tiles, num_rows, C)
         begin = unit - first_unit
         if begin >= units:
             block += 1
             record = read_block(schedule_ptr, block, C)
         else:
-            taken = tl.minimum(units - begin, stop - unit)
-            if C.fixed_parts:
-                taken = taken * 0 + 1
-            unit += taken
-            tile = first_tile + begin * unit_tiles
-            tile_stop = tl.minimum(tile + taken * unit_tiles, first_tile + num_tiles)
-            state = attend_pair(
-                q, (first_row, q_start), (origin, q_len, seq_len, kv_head), tile, tile_stop,
-                begin == 0, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, sinks_ptr, C,
-            )  # fmt: skip
-            out, lse = finish_state(state)
-            if taken == units:
-                rows = first_row + tl.arange(0, C.block_m)
-                write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
-            else:
-                if C.fixed_parts:
-                    part, num_parts, first_slot = begin, units, first_unit
-                else:
-                    first_slot = first_unit // share
-                    part = worker - first_slot
-                    num_parts = (first_unit + units - 1) // share - first_slot + 1
-                leave_part(out, lse, part, first_slot, kv_head, num_rows - first_row, parts, C)
-                merge_tree(
-                    part, num_parts, first_slot, first_row, num_rows, q_start, kv_head,
-                    parts, out_rows, lse_rows, C,
+            end = begin + 1 if C.fixed_parts else tl.minimum(units, stop - first_unit)
+            unit = first_unit + end
+            tile, tile_stop, part, num_parts, first_slot = part_of(
+                begin, end, worker, share, (num_rows, first_tile, num_tiles, first_unit), C
+            )
+            if tile < tile_stop:
+                state = attend_pair(
+                    q, (first_row, q_start), (origin, q_len, seq_len, kv_head), tile, tile_stop,
+                    part == 0, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules,
+                    tree_width, sinks_ptr, C,
                 )  # fmt: skip
+                out, lse = finish_state(state)
+                if num_parts == 1:
+                    rows = first_row + tl.arange(0, C.block_m)
+                    write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+                else:
+                    left = num_rows - first_row
+                    leave_part(out, lse, part, first_slot, kv_head, left, parts, C)
+                    merge_tree(
+                        part, num_parts, first_slot, first_row, num_rows, q_start, kv_head,
+                        parts, out_rows, lse_rows, C,
+                    )  # fmt: skip
 
     if num_empty > 0:  # blocks that see no keys: no worker's share leads there
         for block in range(worker, num_blocks, C.num_workers):

@@ -1,9 +1,10 @@
 """The plan, made on the device: which keys of which rows each worker attends to.
 
 Queries are cut into blocks of block_m rows (token, head in group) of one sequence, keys into tiles
-of block_n. The tiles of all blocks stand in one list; worker w takes the tiles
-[w * share, (w + 1) * share) of it. So every worker has equal work, a block that crosses a boundary
-leaves parts to merge, and there are at most two such parts a worker, whatever the batch.
+of block_n. The tiles of all blocks stand in one list, each block's behind a price for beginning it;
+worker w takes the units [w * share, (w + 1) * share) of it. So every worker has equal work, a block
+that crosses a boundary leaves parts to merge, and there are at most two such parts a worker,
+whatever the batch.
 
 A worker is a team of programs, one for each kv head, launched side by side: what they read lies side
 by side in memory too (apart in time, a page's heads cost a fifth of the bandwidth).
@@ -107,14 +108,41 @@ def read_worker(schedule_ptr, worker):
 
 @triton.jit
 def units_of(num_tiles, num_rows, C: tl.constexpr):
-    """How many units of work a block has, and how many tiles one unit has.
+    """How many units of work a block has.
 
-    Sequences of whole_rows query rows or more fill the GPU without cutting their keys.
+    A tile is a unit, and beginning a block costs as much as block_price tiles. With fixed parts a
+    part is a unit; sequences of whole_rows query rows or more fill the GPU without cutting them.
     """
-    size = num_tiles * 0 + 1
     if C.fixed_parts:
-        size = tl.where(num_rows >= C.whole_rows, tl.maximum(num_tiles, 1), C.part_tiles)
-    return tl.cdiv(num_tiles, size), size
+        units = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
+    else:
+        units = tl.where(num_tiles > 0, num_tiles + C.block_price, 0)
+    return units
+
+
+@triton.jit
+def part_tiles_of(num_tiles, num_rows, C: tl.constexpr):
+    """How many tiles a fixed part of a block has."""
+    return tl.where(num_rows >= C.whole_rows, tl.maximum(num_tiles, 1), C.part_tiles)
+
+
+@triton.jit
+def part_of(begin, end, worker, share, block, C: tl.constexpr):
+    """What units [begin, end) of a block are: tiles [tile, stop), part `part` of `num_parts`.
+
+    first_slot tells the merge tree where the block's parts wait.
+    """
+    num_rows, first_tile, num_tiles, first_unit = block
+    if C.fixed_parts:
+        size = part_tiles_of(num_tiles, num_rows, C)
+        tile, stop = begin * size, tl.minimum(end * size, num_tiles)
+        part, num_parts, first_slot = begin, tl.cdiv(num_tiles, size), first_unit
+    else:
+        tile, stop = tl.maximum(begin - C.block_price, 0), tl.maximum(end - C.block_price, 0)
+        first_slot = (first_unit + C.block_price) // share
+        last_slot = (first_unit + C.block_price + num_tiles - 1) // share
+        part, num_parts = worker - first_slot, last_slot - first_slot + 1
+    return first_tile + tile, first_tile + stop, part, num_parts, first_slot
 
 
 @triton.jit
@@ -202,7 +230,7 @@ def schedule_kernel(
         first_tile = key_start // C.block_n
         num_tiles = tl.cdiv(key_stop, C.block_n) - first_tile
         num_tiles = tl.where(key_stop > key_start, num_tiles, 0)
-        units, _ = units_of(num_tiles, num_rows, C)
+        units = units_of(num_tiles, num_rows, C)
         units = tl.where(inside, units, 0)
         num_empty += tl.sum((inside & (units == 0)).to(tl.int32))
         most = tl.maximum(most, tl.max(units))
