@@ -1,5 +1,6 @@
 """anabranch: attention as partial states and one exact merge."""
 
+from anabranch.append import append_kv
 from anabranch.attend import attend
 from anabranch.keys import DenseKV, PagedKV, RaggedKV
 from anabranch.merge import merge
@@ -12,6 +13,7 @@ __all__ = [
     "PagedKV",
     "Plan",
     "RaggedKV",
+    "append_kv",
     "attend",
     "make_plan",
     "merge",

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -229,13 +229,13 @@ def _attend_triton(
         plan.constants,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        maxnreg=plan.max_registers,
+        **({} if plan.max_registers is None else {"maxnreg": plan.max_registers}),
     )
     return AttentionState(out, lse)
 
 
 def _pages(keys: KeySource) -> tuple[Pages, Pages]:
-    """Keys and values with strides [page, key, head, dim]; a contiguous sequence is one long page."""
+    """Keys and values by strides [page, key, head, dim]; a contiguous sequence is one long page."""
     from anabranch.kernels.triton.addressing import Pages
 
     k, v = keys.k.stride(), keys.v.stride()
@@ -246,7 +246,7 @@ def _pages(keys: KeySource) -> tuple[Pages, Pages]:
 
 def check_lengths(queries: Queries, keys: KeySource) -> None:
     """Validate what lies in device memory, naming the sequence that is wrong. Synchronises."""
-    bounds = queries.starts().tolist()
+    bounds = _values(queries.starts())
     if bounds[0] != 0 or bounds[-1] > queries.packed.shape[0]:
         raise ValueError(
             f"cu_seqlens_q must run from 0 to at most num_tokens = {queries.packed.shape[0]}, "
@@ -254,17 +254,21 @@ def check_lengths(queries: Queries, keys: KeySource) -> None:
         )
     _check_ascending("cu_seqlens_q", bounds)
     if isinstance(keys, RaggedKV):
-        bounds = keys.cu_seqlens.tolist()
+        bounds = _values(keys.cu_seqlens)
         _check_ascending("cu_seqlens", bounds)
         if bounds[0] < 0 or bounds[-1] > keys.k.shape[0]:
-            raise ValueError(f"cu_seqlens ends at {bounds[-1]}, but there are {keys.k.shape[0]} keys")
+            raise ValueError(
+                f"cu_seqlens ends at {bounds[-1]}, but there are {keys.k.shape[0]} keys"
+            )
         return
     if keys.seq_lens is None:
         return
     capacity = max_keys(keys)
-    for seq, length in enumerate(keys.seq_lens.tolist()):
+    for seq, length in enumerate(_values(keys.seq_lens)):
         if not 0 <= length <= capacity:
-            raise ValueError(f"sequence {seq} has seq_len {length}, its storage holds 0 to {capacity}")
+            raise ValueError(
+                f"sequence {seq} has seq_len {length}, its storage holds 0 to {capacity}"
+            )
         if isinstance(keys, PagedKV) and length:
             pages = keys.page_table[seq, : -(-length // keys.page_size)]
             low, high = int(pages.min()), int(pages.max())
@@ -273,6 +277,10 @@ def check_lengths(queries: Queries, keys: KeySource) -> None:
                     f"sequence {seq} has page {low if low < 0 else high}, "
                     f"but there are {keys.k.shape[0]} pages"
                 )
+
+
+def _values(index: torch.Tensor) -> list[int]:
+    return cast("list[int]", index.tolist())  # pyright: ignore[reportUnknownMemberType]
 
 
 def _check_ascending(name: str, bounds: list[int]) -> None:
@@ -340,7 +348,7 @@ def _attend_op(
     return _attend(queries, keys, options, plan, impl)
 
 
-@_attend_op.register_fake
+@_attend_op.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object):  # pyright: ignore
     shape = (q.shape[0], q.shape[1], v.shape[-1])
     return q.new_empty(shape), q.new_empty(shape[:2], dtype=torch.float32)

@@ -27,6 +27,9 @@ def _check_pair(k: torch.Tensor, v: torch.Tensor, rows: str) -> Sizes:
 def _check_index(argument: str, index: torch.Tensor, k: torch.Tensor) -> None:
     check_dtype(argument, index, (torch.int32,))
     check_device(argument, index, k.device)
+    if index.dim() and index.shape[-1] > 1 and index.stride(-1) != 1:
+        raise ValueError(f"{argument} must be contiguous in its last dimension, "
+                         f"got strides {index.stride()}")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Literal, cast, overload
 
 import torch
@@ -19,6 +20,8 @@ Launcher = Callable[
     [tuple[AttentionState, ...], bool, torch.Tensor, torch.Tensor | None],
     None,
 ]
+# Checks, allocates and launches in one call; None for states that the long way has to look at.
+Shortcut = Callable[[tuple[AttentionState, ...]], AttentionState | None]
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 IMPLEMENTATIONS = {
@@ -67,6 +70,12 @@ def merge(
     `impl` is "torch", "triton" or "cuda"; without it the environment variable ANABRANCH_MERGE
     decides, then the device and what is available. Not differentiable.
     """
+    plain = dim is None and out is None and out_dtype is None and with_lse
+    if plain and states and not torch.compiler.is_compiling() and states[0].out.is_cuda:
+        shortcut = load_shortcut(impl, states[0].out.device)
+        if shortcut is not None and (merged := shortcut(states)) is not None:
+            return merged
+
     stacked = dim is not None
     if stacked:
         states = (_parts_first(states, dim),)
@@ -83,10 +92,9 @@ def merge(
         _check_overlap(states, stacked, out, with_lse)
     launch = load_implementation(impl, first.device)
     if out is None:
-        like = states[0]._make(x[0] for x in states[0]) if stacked else states[0]
-        merged = torch.empty_like(like.out, dtype=out_dtype, memory_format=torch.contiguous_format)
-        lse = torch.empty_like(like.lse, memory_format=torch.contiguous_format)
-        out = AttentionState(merged, lse)
+        shape = first.shape[1:] if stacked else first.shape
+        merged = first.new_empty(shape, dtype=out_dtype)
+        out = AttentionState(merged, states[0].lse.new_empty(shape[:-1]))
     _launch_any_rank(launch, states, stacked, out, with_lse)
     return out if with_lse else out.out
 
@@ -162,13 +170,18 @@ def _check_overlap(
     states: tuple[AttentionState, ...], stacked: bool, out: AttentionState, with_lse: bool
 ) -> None:
     """Refuse to write what is still to be read; memory that merely interleaves counts as shared."""
-    first = states[0]._make(x[0] for x in states[0]) if stacked else states[0]
+    first = AttentionState(*(x[0] for x in states[0])) if stacked else states[0]
     written = out if with_lse else (out.out,)
     for name, mine in zip(("out.out", "out.lse"), written, strict=False):
         for i, state in enumerate(states):
             for field, theirs in zip(("out", "lse"), state, strict=True):
                 target = getattr(first, field)
-                in_place = i == 0 and _same_memory(mine, target) and mine.dtype == target.dtype
+                in_place = (
+                    i == 0
+                    and mine.data_ptr() == target.data_ptr()
+                    and mine.stride() == target.stride()
+                    and mine.dtype == target.dtype
+                )
                 if _overlap(mine, theirs) and not in_place:
                     raise ValueError(
                         f"{name} overlaps states[{i}].{field}; only the buffers of the first state "
@@ -176,20 +189,18 @@ def _check_overlap(
                     )
 
 
-def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride()
-
-
 def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    if not a.numel() or not b.numel():
-        return False
-    spans = [
-        (x.data_ptr(), x.data_ptr() + x.itemsize * (1 + sum(
-            (size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)
-        )))
-        for x in (a, b)
-    ]  # fmt: skip
-    return spans[0][0] < spans[1][1] and spans[1][0] < spans[0][1]
+    (a_start, a_stop), (b_start, b_stop) = _span(a), _span(b)
+    return a_start < b_stop and b_start < a_stop
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """The first byte and the one behind the last; nothing overlaps the span of no elements."""
+    if not x.numel():
+        return 0, 0
+    steps = zip(x.shape, x.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return x.data_ptr(), x.data_ptr() + x.itemsize * (1 + last)
 
 
 def _launch_any_rank(
@@ -232,23 +243,36 @@ def _as_rows(state: AttentionState, lead: int) -> AttentionState:
 @cache
 def load_implementation(impl: str | None, device: torch.device) -> Launcher:
     """The launcher of an implementation; without a name, the best one for the device."""
+    return cast("Launcher", _choose(impl, device).load(device))
+
+
+@cache
+def load_shortcut(impl: str | None, device: torch.device) -> Shortcut | None:
+    """The shortcut of an implementation, where it has one."""
+    load = getattr(_choose(impl, device), "load_shortcut", None)
+    return cast("Shortcut", load(device)) if load else None
+
+
+def _choose(impl: str | None, device: torch.device) -> ModuleType:
     origin = "impl"
     if impl is None:
         origin, impl = ENVIRONMENT_VARIABLE, os.environ.get(ENVIRONMENT_VARIABLE) or None
     if impl is None:
-        return _best_implementation(device)
+        return _choose_best(device)
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"{origin} must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    return cast("Launcher", import_module(IMPLEMENTATIONS[impl]).load(device))
+    return import_module(IMPLEMENTATIONS[impl])
 
 
-def _best_implementation(device: torch.device) -> Launcher:
+def _choose_best(device: torch.device) -> ModuleType:
     if device.type == "cpu":
-        return load_implementation("torch", device)
+        return _choose("torch", device)
+    cuda = _choose("cuda", device)
     try:
-        return load_implementation("cuda", device)
+        cuda.load(device)
     except RuntimeError:  # no compiler here: portable code instead
-        return load_implementation("triton", device)
+        return _choose("triton", device)
+    return cuda
 
 
 def _merge_traced(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import astuple, dataclass, fields
 from functools import cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -20,6 +20,7 @@ from anabranch.shapes import check_device, check_dtype
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 INTERPRETER_SMS = 3  # few, so that small tests have pairs that cross workers
 
 
@@ -54,9 +55,13 @@ def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
     """A plan from what an operator's arguments can carry."""
     count = len(fields(AttendConstants)) - 1  # page strides come with the keys
     num_warps, num_stages, max_registers, num_tokens, num_seqs, window = static[count:]
+    schedule, outs, lses, counters = tensors
     return Plan(
-        *tensors,
-        AttendConstants(*static[:count]),  # pyright: ignore[reportArgumentType]
+        schedule,
+        outs,
+        lses,
+        counters,
+        AttendConstants(*static[:count]),  # pyright: ignore[reportArgumentType, reportCallIssue]
         num_warps,
         num_stages,
         max_registers or None,
@@ -109,6 +114,7 @@ def plan_queries(
     group = num_heads // keys.k.shape[-2]
     config = config or select_attend(
         rows_per_seq=num_tokens * group / max(keys.num_seqs, 1),
+        num_pairs=INVARIANT_PAIRS if fixed_parts else keys.num_seqs * keys.k.shape[-2],
         head_dim_k=head_dim_k,
         head_dim_v=keys.v.shape[-1],
         itemsize=q.element_size(),
@@ -124,10 +130,10 @@ def plan_queries(
         num_workers=max(1, num_sms(q.device) * config.workers_per_sm // keys.k.shape[-2]),
         fixed_parts=fixed_parts,
     )
-    return _fill(queries, keys, constants, config, window)
+    return _allocate(queries, keys, constants, config, window)
 
 
-def _fill(
+def _allocate(
     queries: Queries,
     keys: KeySource,
     constants: AttendConstants,
@@ -135,11 +141,14 @@ def _fill(
     window: int | None,
 ) -> Plan:
     from anabranch.kernels.triton import schedule
+    from anabranch.kernels.triton.runtime import interpreting
 
     num_tokens, num_seqs = queries.packed.shape[0], keys.num_seqs
     device = queries.packed.device
-    num_slots = _num_slots(keys, num_tokens, constants)
-    size = schedule.schedule_size(num_seqs, num_tokens, constants)
+    planned = device.type != "cpu" or interpreting()  # the CPU's own path needs no division
+    blocks = schedule.num_blocks_bound(num_seqs, num_tokens, constants)
+    num_slots = _num_slots(keys, blocks, constants) if planned else 0
+    size = schedule.schedule_size(num_seqs, num_tokens, constants) if planned else 0
     shape = (num_slots, constants.block_m)
     plan = Plan(
         schedule=torch.empty(size, dtype=torch.int32, device=device),
@@ -149,22 +158,29 @@ def _fill(
         constants=constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
-        max_registers=config.max_registers,
+        max_registers=None if torch.version.hip else config.max_registers,  # AMD takes no limit
         num_tokens=num_tokens,
         num_seqs=num_seqs,
         window=window,
     )
+    if planned:
+        _fill(plan, queries, keys)
+    return plan
+
+
+def _fill(plan: Plan, queries: Queries, keys: KeySource) -> None:
+    from anabranch.kernels.triton import schedule
+
     schedule.schedule(
         plan.schedule,
         queries.starts(),
         None if isinstance(keys, RaggedKV) else keys.seq_lens,
         keys.cu_seqlens if isinstance(keys, RaggedKV) else None,
         max_keys(keys),
-        num_tokens,
-        window,
-        constants,
+        plan.num_tokens,
+        plan.window,
+        plan.constants,
     )
-    return plan
 
 
 def max_keys(keys: KeySource) -> int:
@@ -174,12 +190,11 @@ def max_keys(keys: KeySource) -> int:
     return keys.k.shape[1] if isinstance(keys, DenseKV) else keys.k.shape[0]
 
 
-def _num_slots(keys: KeySource, num_tokens: int, constants: AttendConstants) -> int:
+def _num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
     """Two for each worker; with fixed parts, one for each unit there can be."""
     if not constants.fixed_parts:
         return 2 * constants.num_workers * constants.num_kv_heads
     part = constants.part_tiles * constants.block_n
-    blocks = -(-num_tokens * constants.group // constants.block_m) + keys.num_seqs + 1
     units = blocks * -(-max_keys(keys) // part)
     if isinstance(keys, RaggedKV):  # the storage bounds all sequences together
         per_seq = -(-constants.whole_rows // constants.block_m)
@@ -192,7 +207,8 @@ def num_sms(device: torch.device) -> int:
     """Processors of a GPU; a few for the interpreter on the CPU."""
     if device.type == "cpu":
         return INTERPRETER_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    query = cast("Any", torch.cuda.get_device_properties)  # pyright: ignore
+    return query(device).multi_processor_count
 
 
 def check_masks(*, causal: bool, window: int | None, tree_mask: torch.Tensor | None) -> None:
@@ -221,9 +237,7 @@ class Queries(NamedTuple):
         return steps * self.q_len
 
 
-def pack_queries(
-    q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | None
-) -> Queries:
+def pack_queries(q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | None) -> Queries:
     """Check how queries belong to sequences, and flatten padded ones."""
     if q.dim() not in (3, 4):
         raise ValueError(f"q must have 3 or 4 dimensions, got shape {tuple(q.shape)}")

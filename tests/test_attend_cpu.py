@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from itertools import pairwise
-from math import ceil
-
 import pytest
 import torch
+from cases import (
+    DIMS,
+    DTYPES,
+    SOURCES,
+    Case,
+    assert_right,
+    make_inputs,
+    torch_attention,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_state_close
@@ -16,157 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from anabranch import reference
 from anabranch.kernels.cpu import attend as attend_module
 from anabranch.kernels.cpu import flash as flash_module
-from anabranch.kernels.cpu.append_kv import append_kv
 from anabranch.kernels.cpu.attend import attend
 from anabranch.kernels.cpu.masks import BLOCK_M, Visibility
-from anabranch.keys import DenseKV, KeySource, PagedKV, RaggedKV
+from anabranch.keys import RaggedKV
 from anabranch.state import AttentionState, merge_stacked
 
-DIMS = [(40, 40), (64, 64), (192, 128), (128, 64)]
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SOURCES = ["dense", "ragged", "paged", "paged in order", "paged by heads", "paged k|v"]
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-
-
-@dataclass(frozen=True)
-class Case:
-    q_lens: tuple[int, ...] = (0, 1, 3, 17, 40)
-    k_lens: tuple[int, ...] = (5, 70, 33, 80, 12)
-    source: str = "paged"
-    page_size: int = 8
-    num_kv_heads: int = 2
-    group: int = 3
-    dims: tuple[int, int] = (64, 64)
-    dtype: torch.dtype = torch.float32
-    causal: bool = True
-    window: int | None = None
-    softcap: float | None = None
-    sinks: bool = False
-    tree_width: int | None = None
-    padding: int = 2  # tokens of no sequence
-
-
-def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full(shape, torch.nan, dtype=dtype)
-
-
-def make_cache(case: Case, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
-    heads, (dim_k, dim_v), size = case.num_kv_heads, case.dims, case.page_size
-    if case.source == "paged k|v":
-        both = poisoned(num_pages, size, heads, dim_k + dim_v, dtype=case.dtype)
-        return both[..., :dim_k], both[..., dim_k:]
-    if case.source == "paged by heads":
-        k, v = (poisoned(num_pages, heads, size, dim, dtype=case.dtype) for dim in case.dims)
-        return k.transpose(1, 2), v.transpose(1, 2)
-    return tuple(poisoned(num_pages, size, heads, dim, dtype=case.dtype) for dim in case.dims)
-
-
-def make_keys(case: Case) -> KeySource:
-    lens, (dim_k, dim_v) = case.k_lens, case.dims
-    k, v = (torch.randn(sum(lens), case.num_kv_heads, d).to(case.dtype) for d in (dim_k, dim_v))
-    seq_lens = torch.tensor(lens, dtype=torch.int32)
-    if case.source == "ragged":
-        end = poisoned(1, case.num_kv_heads, max(case.dims), dtype=case.dtype)
-        cu_seqlens = torch.tensor([0, *lens]).cumsum(0).int()
-        return RaggedKV(
-            torch.cat([k, end[..., :dim_k]]), torch.cat([v, end[..., :dim_v]]), cu_seqlens
-        )
-    k, v = k.split(lens), v.split(lens)
-    if case.source == "dense":
-        shape = (len(lens), max(lens) + 1, case.num_kv_heads)
-        dense = DenseKV(*(poisoned(*shape, d, dtype=case.dtype) for d in case.dims), seq_lens)
-        for seq, length in enumerate(lens):
-            dense.k[seq, :length], dense.v[seq, :length] = k[seq], v[seq]
-        return dense
-    num_pages = [ceil(length / case.page_size) for length in lens]
-    k_cache, v_cache = make_cache(case, sum(num_pages) + 2)
-    pages = torch.randperm(len(k_cache)).int()
-    if case.source == "paged in order":
-        pages = torch.arange(1, len(k_cache), dtype=torch.int32)
-    # a table entry that is not used would fault if it were read
-    table = torch.full((len(lens), max(num_pages) + 1), 1 << 30, dtype=torch.int32)
-    for seq, length in enumerate(lens):
-        own = pages[sum(num_pages[:seq]) :][: num_pages[seq]]
-        table[seq, : len(own)] = own
-        rows = torch.arange(length)
-        slots = own[rows // case.page_size] * case.page_size + rows % case.page_size
-        append_kv(k_cache, v_cache, k[seq], v[seq], slots)
-    return PagedKV(k_cache, v_cache, table, seq_lens)
-
-
-def make_inputs(case: Case, seed: int) -> tuple[torch.Tensor, KeySource, dict[str, object]]:
-    torch.manual_seed(seed)
-    keys = make_keys(case)
-    num_tokens, num_heads = sum(case.q_lens), case.num_kv_heads * case.group
-    q = poisoned(num_tokens + case.padding, num_heads, case.dims[0], dtype=case.dtype)
-    q[:num_tokens] = torch.randn(num_tokens, num_heads, case.dims[0])
-    tree = None
-    if case.tree_width is not None:
-        tree = torch.rand(len(q), case.tree_width) < 0.6
-    return q, keys, {
-        "cu_seqlens_q": torch.tensor([0, *case.q_lens]).cumsum(0).int(),
-        "causal": case.causal,
-        "window": case.window,
-        "softcap": case.softcap,
-        "scale": case.dims[0] ** -0.5,
-        "sinks": torch.randn(num_heads) if case.sinks else None,
-        "tree_mask": tree,
-    }  # fmt: skip
-
-
-def torch_attention(q: torch.Tensor, keys: KeySource, options: dict[str, object]) -> AttentionState:
-    """Plain torch in the precision of the inputs; its error sets the tolerance."""
-    state = AttentionState.empty((*q.shape[:2], keys.v.shape[-1]))
-    sinks, tree, softcap = (options[name] for name in ("sinks", "tree_mask", "softcap"))
-    bounds = options["cu_seqlens_q"].tolist()
-    for seq, (start, stop) in enumerate(pairwise(bounds)):
-        k, v = (
-            x.repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1)
-            for x in reference.gather(keys, seq)
-        )
-        mask = reference.visible(
-            stop - start,
-            k.shape[1],
-            causal=options["causal"],
-            window=options["window"],
-            tree_mask=None if tree is None else tree[start:stop],
-        )
-        scores = q[start:stop].transpose(0, 1) @ k.transpose(1, 2) * options["scale"]
-        if softcap is not None:
-            scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~mask, -torch.inf)
-        if sinks is not None:
-            sink = sinks.to(q.dtype)[:, None, None].expand(-1, stop - start, 1)
-            scores = torch.cat([scores, sink], -1)
-            v = torch.cat([v, v.new_zeros(len(v), 1, v.shape[-1])], 1)
-        out = torch.softmax(scores, -1).nan_to_num(0.0) @ v
-        state.out[start:stop] = out.transpose(0, 1)
-        state.lse[start:stop] = torch.logsumexp(scores, -1).transpose(0, 1)
-    return state
-
-
-def score_rounding(q: torch.Tensor, keys: KeySource, scale: float) -> float:
-    """How far a float32 sum of products may be off in another order, by Cauchy-Schwarz."""
-    lengths = [x.float().nan_to_num().norm(dim=-1).flatten() for x in (q, keys.k)]
-    longest = [torch.cat([x, x.new_zeros(1)]).amax().item() for x in lengths]
-    return torch.finfo(torch.float32).eps * longest[0] * longest[1] * scale
-
-
-def assert_right(
-    state: AttentionState, q: torch.Tensor, keys: KeySource, options: dict[str, object]
-) -> None:
-    """By the largest error of torch or a rounding: in a few rows torch may be right by luck."""
-    assert state.out.dtype == q.dtype
-    expected = reference.attend(q, keys, **options)
-    by_torch = torch_attention(q, keys, options)
-    rounding = score_rounding(q, keys, options["scale"])
-    largest = torch.cat([keys.v.flatten().nan_to_num().abs(), keys.v.new_zeros(1)]).amax().item()
-    roundings = (largest * (torch.finfo(q.dtype).eps + rounding), rounding)
-    off = []
-    for right, theirs, least in zip(expected, by_torch, roundings, strict=True):
-        errors = (theirs.double() - right).nan_to_num(0.0, 0.0, 0.0).abs().flatten()
-        off.append(right + torch.cat([errors, errors.new_tensor([least])]).amax())
-    assert_state_close(state, expected, AttentionState(*off))
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -382,23 +242,3 @@ def test_one_call_for_a_batch(case: Case) -> None:
     with Recorder() as recorder:
         attend(q, keys, **options)
     assert recorder.num_flash_calls == 1
-
-
-@pytest.mark.parametrize("source", SOURCES[2:])
-@pytest.mark.parametrize("slot_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("num_tokens", [0, 1, 23])
-def test_append_kv(source: str, slot_dtype: torch.dtype, num_tokens: int) -> None:
-    case = Case(source=source, dims=(40, 64))
-    k_cache, v_cache = make_cache(case, num_pages=4)
-    slots = torch.randperm(4 * case.page_size)[:num_tokens].to(slot_dtype)
-    slots[::3] = -1
-    packed = torch.randn(num_tokens, case.num_kv_heads, sum(case.dims))
-    k, v = packed.split(case.dims, -1)
-    expected = [x.clone() for x in (k_cache, v_cache)]
-    append_kv(k_cache, v_cache, k, v, slots)
-    for token, slot in enumerate(slots.tolist()):
-        if slot >= 0:
-            for cache, new in zip(expected, (k, v), strict=True):
-                cache[slot // case.page_size, slot % case.page_size] = new[token]
-    for cache, right in zip((k_cache, v_cache), expected, strict=True):
-        torch.testing.assert_close(cache, right, rtol=0, atol=0, equal_nan=True)

@@ -15,16 +15,16 @@ from anabranch import AttentionState, merge
 
 GPU = pytest.mark.gpu
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
+EVERYWHERE = [
+    ("torch", "cpu"),
+    pytest.param("triton", "cpu", marks=ON_CPU),
+    pytest.param("cuda", "cuda", marks=GPU),
+]
+# Triton on a GPU compiles for seconds where anything changes: its cases are test_triton_on_a_gpu.
 every_implementation = pytest.mark.parametrize(
-    ("impl", "device"),
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=ON_CPU),
-        pytest.param("torch", "cuda", marks=GPU),
-        pytest.param("triton", "cuda", marks=GPU),
-        pytest.param("cuda", "cuda", marks=GPU),
-    ],
+    ("impl", "device"), [*EVERYWHERE, pytest.param("torch", "cuda", marks=GPU)]
 )
+every_operator = pytest.mark.parametrize(("impl", "device"), EVERYWHERE)
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 DTYPES = [(HALF, HALF), (BRAIN, BRAIN), (SINGLE, SINGLE), (SINGLE, HALF), (SINGLE, BRAIN)]
 HEAD_DIMS = [1, 5, 40, 64, 72, 128, 192, 256]
@@ -261,8 +261,40 @@ def test_empty_rows(impl: str, device: str, dtype: torch.dtype) -> None:
 
 
 @GPU
-@pytest.mark.parametrize("impl", ["torch", "triton", "cuda"])
-@pytest.mark.parametrize("dtypes", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("num_parts", "head_dim", "dtypes", "layout", "stacked"),
+    [
+        (2, 128, (HALF, HALF), "contiguous", False),
+        (2, 40, (SINGLE, SINGLE), "sliced", False),
+        (3, 192, (BRAIN, BRAIN), "transposed", False),
+        (17, 128, (SINGLE, BRAIN), "contiguous", True),
+    ],
+)
+def test_triton_on_a_gpu(
+    num_parts: int,
+    head_dim: int,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    layout: str,
+    stacked: bool,
+) -> None:
+    parts = [
+        AttentionState(*(laid_out(x, layout) for x in part))
+        for part in random_parts(num_parts, (37, 6, head_dim), 0, dtypes[0], "cuda")
+    ]
+    states, dim = ([stack(parts)], 0) if stacked else (parts, None)
+    merged = merge(*states, dim=dim, out_dtype=dtypes[1], impl="triton")
+    assert_merged(merged, parts, dtypes[1])
+    if dtypes[0] is dtypes[1]:
+        before = [AttentionState(*(x.clone() for x in part)) for part in parts]
+        assert_merged(merge(*parts, out=parts[0], impl="triton"), before)
+
+
+@GPU
+@pytest.mark.parametrize(
+    ("impl", "dtypes"),
+    [("triton", (HALF, HALF)), ("cuda", (HALF, HALF)), ("cuda", (SINGLE, BRAIN))],
+    ids=str,
+)
 def test_sizes_of_real_models(impl: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     parts = random_parts(2, (613, 48, 128), 0, dtypes[0], "cuda")
     assert_merged(merge(*parts, out_dtype=dtypes[1], impl=impl), parts, dtypes[1])
@@ -285,7 +317,7 @@ def test_cuda_graph_merges_what_is_there_at_replay(impl: str) -> None:
     assert_merged(result, fresh)
 
 
-@every_implementation
+@every_operator
 @pytest.mark.parametrize("stacked", [False, True])
 def test_compiles_into_one_graph(impl: str, device: str, stacked: bool) -> None:
     parts = random_parts(2, (6, 4, 16), 0, HALF, device)
@@ -303,7 +335,7 @@ def test_compiles_into_one_graph(impl: str, device: str, stacked: bool) -> None:
         assert torch.equal(mine, theirs)
 
 
-@every_implementation
+@every_operator
 def test_compiles_once_for_all_lengths(impl: str, device: str) -> None:
     torch._dynamo.reset()
     compiled = torch.compile(
@@ -316,7 +348,7 @@ def test_compiles_once_for_all_lengths(impl: str, device: str) -> None:
             assert_merged(compiled(*parts), parts)
 
 
-@every_implementation
+@every_operator
 def test_compiles_into_given_buffers(impl: str, device: str) -> None:
     parts = random_parts(2, (6, 4, 16), 0, HALF, device)
     torch._dynamo.reset()
@@ -331,7 +363,7 @@ def test_compiles_into_given_buffers(impl: str, device: str) -> None:
     assert_merged(first, parts)
 
 
-@every_implementation
+@every_operator
 @pytest.mark.parametrize("stacked", [False, True])
 def test_operator_is_well_formed(impl: str, device: str, stacked: bool) -> None:
     parts = random_parts(3, (5, 2, 8), 0, SINGLE, device)

@@ -3,7 +3,7 @@
 A kernel module lists its launches in `compile_cases()`: a name, and a call of its launcher on meta
 tensors. Recorded instead of run, a launch says exactly what Triton is to compile.
 
-    python -m anabranch.kernels.compile anabranch.kernels.triton.merge sm_90
+    python -m anabranch.kernels.compile anabranch.kernels.triton.merge sm_90 [prefix of a case]
 """
 
 from __future__ import annotations
@@ -81,9 +81,12 @@ def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
     """Compile as the launch itself would on that GPU, with the same specialisation."""
     kernel, backend = launch.kernel, make_backend(target.gpu)
     bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-    bound, specialization, options = bind(*launch.args, **launch.options)
+    given = dict(launch.options)
+    if target.gpu.backend == "hip":
+        given.pop("maxnreg", None)  # AMD's compiler takes no limit
+    bound, specialization, options = bind(*launch.args, **given)
     options, signature, constexprs, attributes = kernel._pack_args(
-        backend, launch.options, bound, specialization, options
+        backend, given, bound, specialization, options
     )
     source = ASTSource(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=target.gpu, options=options.__dict__)
@@ -128,13 +131,14 @@ def _cubin_usage(cubin: bytes, kernel: str) -> tuple[int, int, int]:
     return registers, stack + local, shared
 
 
-def measure(module: str, target: Target) -> Iterator[tuple[str, Resources]]:
-    """Compile every case of a kernel module for one target."""
+def measure(module: str, target: Target, prefix: str = "") -> Iterator[tuple[str, Resources]]:
+    """Compile the cases of a kernel module whose name begins with `prefix` for one target."""
     for name, call in import_module(module).compile_cases():
-        for launch in record(call):
-            yield name, resources(compile_launch(launch, target))
+        if name.startswith(prefix):
+            for launch in record(call):
+                yield name, resources(compile_launch(launch, target))
 
 
 if __name__ == "__main__":
-    for case, needs in measure(sys.argv[1], TARGETS[sys.argv[2]]):
+    for case, needs in measure(sys.argv[1], TARGETS[sys.argv[2]], *sys.argv[3:]):
         print(json.dumps({"case": case, **asdict(needs)}))

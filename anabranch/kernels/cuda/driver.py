@@ -1,4 +1,4 @@
-"""The CUDA driver through ctypes: loading a cubin, and the plain way to launch a function of it."""
+"""The CUDA driver through ctypes: loading a cubin, and the addresses of its functions for C."""
 
 from __future__ import annotations
 
@@ -44,29 +44,6 @@ def load_functions(device: int, cubin: bytes, names: Iterable[str]) -> tuple[int
             _call("cuModuleGetFunction", ctypes.byref(function), module, name.encode())
             functions.append(function.value or 0)
     return tuple(functions)
-
-
-def launch(
-    device: int,
-    function: int,
-    grid: tuple[int, int, int],
-    block: tuple[int, int, int],
-    stream: int,
-    arguments: bytes,
-) -> None:
-    """Launch a function whose only parameter is a struct with these bytes."""
-    parameters = (ctypes.c_void_p * 1)(ctypes.cast(arguments, ctypes.c_void_p))
-    with current(device):
-        _call(
-            "cuLaunchKernel",
-            ctypes.c_void_p(function),
-            *grid,
-            *block,
-            0,
-            ctypes.c_void_p(stream),
-            parameters,
-            None,
-        )
 
 
 @contextmanager

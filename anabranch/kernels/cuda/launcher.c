@@ -57,7 +57,8 @@ typedef struct {
 
 /* As in layout.py. */
 typedef struct {
-    int small_block, large_block, large_threads, parts_block, parts_threads, programmatic;
+    int one_row_block, two_rows_block, two_rows_threads, large_block, large_threads;
+    int parts_block, parts_threads, programmatic;
 } Layout;
 
 static struct {
@@ -68,11 +69,11 @@ static struct {
 
 static const Exchange *exchange;
 static PyTypeObject *state_type;
-static PyObject *empty_like, *requires_grad;
+static PyObject *empty_strided, *dtypes[NUM_TYPES], *requires_grad;
 
 typedef struct {
     Device device;
-    int num_sources, input, output, contiguous;
+    int num_sources, input, output;
     int64_t shape[4]; /* parts, tokens, heads, head_dim */
     Arguments arguments;
 } Merge;
@@ -88,47 +89,34 @@ static int type_of(DataType dtype) {
     return -1;
 }
 
-/* The last `count` strides, 0 where there is nothing to step over. */
-static void copy_strides(int64_t *strides, int count, const Tensor *tensor) {
-    for (int i = 0; i < count; i++) {
-        int d = tensor->ndim - count + i;
-        strides[i] = d < 0 || tensor->shape[d] == 1 ? 0 : tensor->strides[d];
-    }
-}
-
-static int is_contiguous(const Tensor *tensor) {
-    int64_t expected = 1;
-    for (int d = tensor->ndim - 1; d >= 0; expected *= tensor->shape[d--])
-        if (tensor->shape[d] != 1 && tensor->strides[d] != expected) return 0;
-    return 1;
-}
-
-static int same_device(Device a, Device b) { return a.type == b.type && a.index == b.index; }
-
-static int same_shape(const Tensor *tensor, const int64_t *shape, int ndim) {
-    return tensor->ndim == ndim && !memcmp(tensor->shape, shape, ndim * sizeof *shape);
-}
-
-/* Read `out` and `lse`, which may be NULL, of `ndim` and `ndim - 1` dimensions. */
-static const char *read_state(const Merge *merge, State *state, const Tensor *out, Tensor *lse,
-                              PyObject *lse_object, int ndim) {
-    const int64_t *shape = merge->shape + 4 - ndim;
-    memset(state, 0, sizeof *state);
-    if (!same_shape(out, shape, ndim)) return "the shapes of out differ";
-    if (!same_device(out->device, merge->device)) return "out is on another device";
-    if (type_of(out->dtype) < 0) return "out must be float16, bfloat16 or float32";
-    if (!out->data) return "out has no memory"; /* a fake tensor of a tracer */
-    state->out = (char *)out->data + out->byte_offset;
-    copy_strides(state->out_strides, 4, out);
-    if (!lse_object) return NULL;
-    if (exchange->tensor_from_object(lse_object, lse)) return PYTHON_ERROR;
-    if (!same_shape(lse, shape, ndim - 1)) return "lse must be out without the last dimension";
-    if (!same_device(lse->device, merge->device)) return "lse is on another device";
-    if (type_of(lse->dtype) != 2) return "lse must be float32";
-    if (!lse->data) return "lse has no memory";
-    state->lse = (char *)lse->data + lse->byte_offset;
-    copy_strides(state->lse_strides, 3, lse);
+/* The memory of a tensor with dimensions `first` to `last` of the merge; a stride is 0 where there
+ * is nothing to step over. */
+static const char *read_tensor(const Merge *merge, const Tensor *tensor, int first, int last,
+                               void **data, int64_t *strides) {
+    const int64_t *shape = merge->shape;
+    int ndim = last - first;
+    if (tensor->ndim != ndim || memcmp(tensor->shape, shape + first, ndim * sizeof *shape))
+        return "the shapes differ";
+    if (tensor->device.type != merge->device.type || tensor->device.index != merge->device.index)
+        return "a tensor is on another device";
+    if (!tensor->data) return "a tensor has no memory"; /* a fake one, of a tracer */
+    *data = (char *)tensor->data + tensor->byte_offset;
+    for (int d = 0; d < last; d++)
+        strides[d] = d < first || shape[d] == 1 ? 0 : tensor->strides[d - first];
     return NULL;
+}
+
+/* `out` and `lse`, which may be NULL; `first` is 0 for a stack of parts, else 1. */
+static const char *read_state(const Merge *merge, State *state, const Tensor *out,
+                              PyObject *lse_object, int first) {
+    Tensor lse;
+    memset(state, 0, sizeof *state);
+    if (type_of(out->dtype) < 0) return "out must be float16, bfloat16 or float32";
+    const char *problem = read_tensor(merge, out, first, 4, &state->out, state->out_strides);
+    if (problem || !lse_object) return problem;
+    if (exchange->tensor_from_object(lse_object, &lse)) return PYTHON_ERROR;
+    if (type_of(lse.dtype) != 2) return "lse must be float32";
+    return read_tensor(merge, &lse, first, 3, &state->lse, state->lse_strides);
 }
 
 static const char *read_sources(Merge *merge, PyObject *states, int stacked) {
@@ -138,7 +126,7 @@ static const char *read_sources(Merge *merge, PyObject *states, int stacked) {
     if (merge->num_sources < 1 || merge->num_sources > (stacked ? 1 : MAX_SOURCES))
         return "states must hold 1 to 8 states, or a stacked one";
     for (int i = 0; i < merge->num_sources; i++) {
-        Tensor out, lse;
+        Tensor out;
         PyObject *state = PyTuple_GET_ITEM(states, i);
         if (!PyTuple_Check(state) || PyTuple_GET_SIZE(state) != 2) return "a state is (out, lse)";
         if (exchange->tensor_from_object(PyTuple_GET_ITEM(state, 0), &out)) return PYTHON_ERROR;
@@ -153,10 +141,9 @@ static const char *read_sources(Merge *merge, PyObject *states, int stacked) {
             if (merge->shape[1] > INT32_MAX / merge->shape[2]) return "there are 2^31 rows or more";
         }
         const char *problem =
-            read_state(merge, &a->sources[i], &out, &lse, PyTuple_GET_ITEM(state, 1), 3 + stacked);
+            read_state(merge, &a->sources[i], &out, PyTuple_GET_ITEM(state, 1), !stacked);
         if (problem) return problem;
         if (type_of(out.dtype) != merge->input) return "the dtypes of out differ";
-        if (i == 0) merge->contiguous = is_contiguous(&out) && is_contiguous(&lse);
     }
     if (stacked && merge->shape[0] == 2) { /* two parts are two sources: the faster kernel */
         State *first = &a->sources[0], *second = &a->sources[1];
@@ -177,10 +164,10 @@ static const char *read_sources(Merge *merge, PyObject *states, int stacked) {
 }
 
 static const char *read_destination(Merge *merge, PyObject *out_object, PyObject *lse_object) {
-    Tensor out, lse;
+    Tensor out;
     if (exchange->tensor_from_object(out_object, &out)) return PYTHON_ERROR;
     merge->output = type_of(out.dtype);
-    return read_state(merge, &merge->arguments.merged, &out, &lse, lse_object, 3);
+    return read_state(merge, &merge->arguments.merged, &out, lse_object, 1);
 }
 
 /* Where every tensor has equally spaced rows, (token, head) is one index. */
@@ -218,8 +205,10 @@ static int choose_launch(Merge *merge, const Layout *layout, LaunchConfig *confi
     int pair = merge->num_sources == 2;
     int64_t lanes = vector ? a->head_dim / width : a->head_dim;
     int64_t threads = (int64_t)a->num_rows * lanes;
-    int large = pair && vector && threads >= layout->large_threads;
-    int block = !pair ? layout->parts_block : large ? layout->large_block : layout->small_block;
+    int two_rows = pair && vector && threads >= layout->two_rows_threads;
+    int block = !pair ? layout->parts_block : layout->one_row_block;
+    if (two_rows)
+        block = threads < layout->large_threads ? layout->two_rows_block : layout->large_block;
     if (lanes > block) lanes = block;
     int64_t groups = 1;
     if (!pair) /* each group keeps at least two parts */
@@ -227,13 +216,13 @@ static int choose_launch(Merge *merge, const Layout *layout, LaunchConfig *confi
                threads * groups < layout->parts_threads)
             groups *= 2;
     int64_t rows = block / (lanes * groups);
-    int64_t rows_of_block = large ? 2 * rows : rows;
+    int64_t rows_of_block = two_rows ? 2 * rows : rows;
     config->grid[0] = (unsigned)((a->num_rows + rows_of_block - 1) / rows_of_block);
     config->block[0] = (unsigned)lanes;
     config->block[1] = (unsigned)rows;
     config->block[2] = (unsigned)groups;
     if (!pair) return vector ? PARTS_VECTOR : PARTS_SCALAR;
-    return large ? PAIR2_VECTOR : vector ? PAIR1_VECTOR : PAIR1_SCALAR;
+    return two_rows ? PAIR2_VECTOR : vector ? PAIR1_VECTOR : PAIR1_SCALAR;
 }
 
 static int launch_merge(Merge *merge) {
@@ -285,58 +274,72 @@ static PyObject *launch(PyObject *module, PyObject *const *args, Py_ssize_t narg
     Py_RETURN_NONE;
 }
 
+/* A contiguous tensor on the current device. */
+static PyObject *new_tensor(const int64_t *shape, int ndim, PyObject *dtype) {
+    PyObject *sizes = PyTuple_New(ndim), *strides = PyTuple_New(ndim), *tensor = NULL;
+    int64_t stride = 1;
+    for (int d = ndim - 1; sizes && strides && d >= 0; stride *= shape[d--]) {
+        PyTuple_SET_ITEM(sizes, d, PyLong_FromLongLong(shape[d]));
+        PyTuple_SET_ITEM(strides, d, PyLong_FromLongLong(stride));
+    }
+    PyObject *args[] = {sizes, strides, dtype};
+    if (!PyErr_Occurred()) tensor = PyObject_Vectorcall(empty_strided, args, 3, NULL);
+    Py_XDECREF(sizes);
+    Py_XDECREF(strides);
+    return tensor;
+}
+
+/* Whether the long way has nothing to refuse, and new tensors would lie beside the sources. */
+static int is_plain(Merge *merge, PyObject *states) {
+    void *current = NULL;
+    if (read_sources(merge, states, 0) || !is_loaded(merge->device)) return 0;
+    if (driver.get_context(&current) || current != devices[merge->device.index].context) return 0;
+    for (int i = 0; i < merge->num_sources; i++) {
+        PyObject *out = PyTuple_GET_ITEM(PyTuple_GET_ITEM(states, i), 0);
+        PyObject *wanted = PyObject_GetAttr(out, requires_grad);
+        Py_XDECREF(wanted);
+        if (wanted != Py_False) return 0;
+    }
+    return 1;
+}
+
 /* try_merge(states): a new merged state, or None where the long way has to look at it. */
 static PyObject *try_merge(PyObject *module, PyObject *states) {
     Merge merge;
-    if (read_sources(&merge, states, 0) || !merge.contiguous || !is_loaded(merge.device) ||
-        Py_TYPE(PyTuple_GET_ITEM(states, 0)) != state_type) {
+    if (!is_plain(&merge, states)) {
         PyErr_Clear();
         Py_RETURN_NONE;
     }
-    for (int i = 0; i < merge.num_sources; i++) {
-        PyObject *state = PyTuple_GET_ITEM(states, i);
-        PyObject *wanted = PyObject_GetAttr(PyTuple_GET_ITEM(state, 0), requires_grad);
-        if (!wanted) return NULL;
-        Py_DECREF(wanted);
-        if (wanted != Py_False) Py_RETURN_NONE;
-    }
     PyObject *merged = state_type->tp_alloc(state_type, 2);
+    PyObject *out = merged ? new_tensor(merge.shape + 1, 3, dtypes[merge.input]) : NULL;
+    PyObject *lse = out ? new_tensor(merge.shape + 1, 2, dtypes[2]) : NULL;
     if (!merged) return NULL;
-    for (int i = 0; i < 2; i++) {
-        PyObject *like = PyTuple_GET_ITEM(PyTuple_GET_ITEM(states, 0), i);
-        PyObject *tensor = PyObject_Vectorcall(empty_like, &like, 1, NULL);
-        if (!tensor) goto failed;
-        PyTuple_SET_ITEM(merged, i, tensor);
-    }
-    const char *problem =
-        read_destination(&merge, PyTuple_GET_ITEM(merged, 0), PyTuple_GET_ITEM(merged, 1));
-    if (problem && problem != PYTHON_ERROR) PyErr_SetString(PyExc_RuntimeError, problem);
+    PyTuple_SET_ITEM(merged, 0, out);
+    PyTuple_SET_ITEM(merged, 1, lse);
+    const char *problem = lse ? read_destination(&merge, out, lse) : PYTHON_ERROR;
     if (!problem && !launch_merge(&merge)) return merged;
-failed:
+    if (problem && problem != PYTHON_ERROR) PyErr_SetString(PyExc_RuntimeError, problem);
     Py_DECREF(merged);
     return NULL;
 }
 
-/* attach(exchange capsule, AttentionState, empty_like, five driver addresses) */
+/* attach(exchange capsule, AttentionState, empty_strided, its dtypes, driver addresses) */
 static PyObject *attach(PyObject *module, PyObject *args) {
-    PyObject *capsule, *type, *allocate;
-    unsigned long long addresses[5];
-    if (!PyArg_ParseTuple(args, "OO!O(KKKKK)", &capsule, &PyType_Type, &type, &allocate,
-                          &addresses[0], &addresses[1], &addresses[2], &addresses[3],
-                          &addresses[4]))
+    PyObject *capsule, *type, *allocate, *types[NUM_TYPES];
+    unsigned long long f[5];
+    if (!PyArg_ParseTuple(args, "OO!O(OOO)(KKKKK)", &capsule, &PyType_Type, &type, &allocate,
+                          &types[0], &types[1], &types[2], &f[0], &f[1], &f[2], &f[3], &f[4]))
         return NULL;
     exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!exchange) return NULL;
     if (exchange->major != 1 || !exchange->tensor_from_object)
         return PyErr_Format(PyExc_RuntimeError, "torch has no DLPack 1 exchange table");
     state_type = (PyTypeObject *)Py_NewRef(type);
-    empty_like = Py_NewRef(allocate);
+    empty_strided = Py_NewRef(allocate);
+    for (int i = 0; i < NUM_TYPES; i++) dtypes[i] = Py_NewRef(types[i]);
     requires_grad = PyUnicode_InternFromString("requires_grad");
-    *(void **)&driver.launch = (void *)(uintptr_t)addresses[0];
-    *(void **)&driver.get_context = (void *)(uintptr_t)addresses[1];
-    *(void **)&driver.push_context = (void *)(uintptr_t)addresses[2];
-    *(void **)&driver.pop_context = (void *)(uintptr_t)addresses[3];
-    *(void **)&driver.error_string = (void *)(uintptr_t)addresses[4];
+    _Static_assert(sizeof driver == sizeof f, "pointers have 64 bits");
+    memcpy(&driver, f, sizeof driver);
     Py_RETURN_NONE;
 }
 
@@ -346,9 +349,10 @@ static PyObject *load(PyObject *module, PyObject *args) {
     unsigned long long context;
     PyObject *functions;
     Layout l;
-    if (!PyArg_ParseTuple(args, "iiKO!(iiiiip)", &type, &index, &context, &PyTuple_Type, &functions,
-                          &l.small_block, &l.large_block, &l.large_threads, &l.parts_block,
-                          &l.parts_threads, &l.programmatic))
+    if (!PyArg_ParseTuple(args, "iiKO!(iiiiiiip)", &type, &index, &context, &PyTuple_Type,
+                          &functions, &l.one_row_block, &l.two_rows_block, &l.two_rows_threads,
+                          &l.large_block, &l.large_threads, &l.parts_block, &l.parts_threads,
+                          &l.programmatic))
         return NULL;
     if (index < 0 || index >= MAX_DEVICES || PyTuple_GET_SIZE(functions) != NUM_FUNCTIONS)
         return PyErr_Format(PyExc_ValueError, "device %d with %zd functions", index,

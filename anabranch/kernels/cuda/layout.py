@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_SOURCES = 8
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 VARIANTS = ("pair1_vector", "pair2_vector", "pair1_scalar", "parts_vector", "parts_scalar")
 # In the order in which launcher.c numbers them.
@@ -22,9 +21,11 @@ KERNELS = tuple(
 class Layout:
     """How merges are cut into blocks; a merge has one thread for each 16 bytes of a source."""
 
-    small_block: int  # threads of a block that merges two states, one row to a thread
-    large_block: int  # the same with two rows to a thread,
-    large_threads: int  # from a merge of this many threads on
+    one_row_block: int  # threads of a block that merges two states, one row to a thread
+    two_rows_block: int  # the same with two rows to a thread,
+    two_rows_threads: int  # from a merge of this many threads on,
+    large_block: int  # and in the largest,
+    large_threads: int  # which begin here
     parts_block: int  # threads of a block that merges any number of parts;
     parts_threads: int  # below this many threads, groups of the block share the parts
     programmatic: bool  # start while the kernel ahead ends
@@ -32,11 +33,17 @@ class Layout:
 
 def select_layout(capability: tuple[int, int], num_sms: int) -> Layout:
     """The layout for a GPU of this compute capability and number of multiprocessors."""
+    # Microseconds in a CUDA graph on an H200 (benchmarks/results/launch_cost/h200.json), float16,
+    # head dim 128, FlashInfer in brackets: 256 x 16 one row of 128 2.17 (2.26); two rows of 256:
+    # 613 x 48 7.02 (6.92), 4096 x 32 25.06 (25.10), 16384 x 32 94.64 and of 512 94.25 (94.57).
+    # Not overlapping the launch ahead costs 0.3 to 0.7 more, streaming past the caches up to 14%.
     resident = 2048 * num_sms
     return Layout(
-        small_block=128,
-        large_block=256,
-        large_threads=4 * resident,
+        one_row_block=128,
+        two_rows_block=256,
+        two_rows_threads=resident,
+        large_block=512,
+        large_threads=16 * resident,
         parts_block=256,
         parts_threads=resident,
         programmatic=capability >= (9, 0),

@@ -13,7 +13,7 @@ constexpr int MAX_BLOCK = 512;        // threads of a merge_pair block
 constexpr int MAX_PARTS_BLOCK = 256;  // threads of a merge_parts block
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
 
-struct State {  // strides in elements; launcher.c and ctypes_launcher.py fill the same fields
+struct State {  // strides in elements; launcher.c fills the same fields
   void* out;    // [num_parts, num_tokens, num_heads, head_dim]
   float* lse;   // [num_parts, num_tokens, num_heads], or null where none is wanted
   int64 out_part, out_token, out_head, out_dim;
@@ -72,12 +72,10 @@ struct Vector {
   static constexpr int WORDS = (sizeof(T) * WIDTH + 3) / 4;
   unsigned words[WORDS];
 
-  template <bool STREAM>
   __device__ void load(const T* p) {
     if constexpr (WIDTH > 1) {
       static_assert(WORDS == 4, "sources are read 16 bytes at a time");
-      const uint4* source = reinterpret_cast<const uint4*>(p);
-      const uint4 v = STREAM ? __ldcs(source) : *source;
+      const uint4 v = *reinterpret_cast<const uint4*>(p);
       words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
     } else if constexpr (sizeof(T) == 2) {
       words[0] = *reinterpret_cast<const unsigned short*>(p);
@@ -86,18 +84,14 @@ struct Vector {
     }
   }
 
-  template <bool STREAM>
   __device__ void store(T* p) const {
     if constexpr (WIDTH > 1 && WORDS == 2) {
-      const uint2 v = make_uint2(words[0], words[1]);
-      uint2* target = reinterpret_cast<uint2*>(p);
-      STREAM ? __stcs(target, v) : void(*target = v);
+      *reinterpret_cast<uint2*>(p) = make_uint2(words[0], words[1]);
     } else if constexpr (WIDTH > 1) {
 #pragma unroll
       for (int i = 0; i < WORDS; i += 4) {
-        const uint4 v = make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
-        uint4* target = reinterpret_cast<uint4*>(p) + i / 4;
-        STREAM ? __stcs(target, v) : void(*target = v);
+        reinterpret_cast<uint4*>(p)[i / 4] =
+            make_uint4(words[i], words[i + 1], words[i + 2], words[i + 3]);
       }
     } else if constexpr (sizeof(T) == 2) {
       *reinterpret_cast<unsigned short*>(p) = static_cast<unsigned short>(words[0]);
@@ -183,7 +177,7 @@ __device__ void wait_for_sources() {
 }
 
 // Block: (lanes of a row, rows). Thread (x, y) merges ROWS rows, blockDim.y apart.
-template <class In, class Out, int WIDTH, int ROWS, bool STREAM_LOADS, bool STREAM_STORES>
+template <class In, class Out, int WIDTH, int ROWS>
 __device__ void merge_pair(const Arguments<2>& a) {
   const unsigned first = blockIdx.x * (blockDim.y * ROWS) + threadIdx.y;
   Row rows[ROWS];
@@ -194,8 +188,8 @@ __device__ void merge_pair(const Arguments<2>& a) {
   }
   Vector<In, WIDTH> left[ROWS], right[ROWS];
   const auto load = [&](int r, unsigned dim) {
-    left[r].template load<STREAM_LOADS>(out_at<const In, WIDTH>(a.sources[0], 0, rows[r], dim));
-    right[r].template load<STREAM_LOADS>(out_at<const In, WIDTH>(a.sources[1], 0, rows[r], dim));
+    left[r].load(out_at<const In, WIDTH>(a.sources[0], 0, rows[r], dim));
+    right[r].load(out_at<const In, WIDTH>(a.sources[1], 0, rows[r], dim));
   };
 
   wait_for_sources();
@@ -227,7 +221,7 @@ __device__ void merge_pair(const Arguments<2>& a) {
       right[r].accumulate(right_share[r], sum);
       Vector<Out, WIDTH> merged;
       merged.assign(sum);
-      merged.template store<STREAM_STORES>(out_at<Out, WIDTH>(a.merged, 0, rows[r], dim));
+      merged.store(out_at<Out, WIDTH>(a.merged, 0, rows[r], dim));
       if (dim == 0 && a.merged.lse) *lse_at(a.merged, 0, rows[r]) = lse[r];
     }
     dim += blockDim.x * WIDTH;
@@ -294,7 +288,7 @@ __device__ void merge_parts(const Arguments<MAX_SOURCES>& a) {
       for (unsigned part = threadIdx.z; part < a.num_parts; part += blockDim.z) {
         const State& source = a.sources[part * a.source_step];
         Vector<In, WIDTH> vector;
-        vector.template load<true>(out_at<const In, WIDTH>(source, part, row, dim));
+        vector.load(out_at<const In, WIDTH>(source, part, row, dim));
         vector.accumulate(total.share(expf(lse_of(part) - pivot)), sum);
       }
     }
@@ -302,7 +296,7 @@ __device__ void merge_parts(const Arguments<MAX_SOURCES>& a) {
     if (dim < a.head_dim && threadIdx.z == 0 && index < a.num_rows) {
       Vector<Out, WIDTH> merged;
       merged.assign(sum);
-      merged.template store<false>(out_at<Out, WIDTH>(a.merged, 0, row, dim));
+      merged.store(out_at<Out, WIDTH>(a.merged, 0, row, dim));
     }
   }
   __syncthreads();  // in place, another warp may still have to read this LSE
@@ -313,21 +307,21 @@ __device__ void merge_parts(const Arguments<MAX_SOURCES>& a) {
 
 // Entry points: one for each pair of element types, and for 16-byte or single-element access.
 
-#define MERGE_PAIR(NAME, IN, OUT, WIDTH, ROWS, STREAM_LOADS, STREAM_STORES)               \
-  extern "C" __global__ void __launch_bounds__(MAX_BLOCK)                                 \
-      NAME(const __grid_constant__ Arguments<2> a) {                                      \
-    merge_pair<IN, OUT, WIDTH, ROWS, STREAM_LOADS, STREAM_STORES>(a);                     \
+#define MERGE_PAIR(NAME, IN, OUT, WIDTH, ROWS)                                    \
+  extern "C" __global__ void __launch_bounds__(MAX_BLOCK)                         \
+      NAME(const __grid_constant__ Arguments<2> a) {                              \
+    merge_pair<IN, OUT, WIDTH, ROWS>(a);                                          \
   }
-#define MERGE_PARTS(NAME, IN, OUT, WIDTH)                                                 \
-  extern "C" __global__ void __launch_bounds__(MAX_PARTS_BLOCK)                           \
-      NAME(const __grid_constant__ Arguments<MAX_SOURCES> a) {                            \
-    merge_parts<IN, OUT, WIDTH>(a);                                                       \
+#define MERGE_PARTS(NAME, IN, OUT, WIDTH)                                         \
+  extern "C" __global__ void __launch_bounds__(MAX_PARTS_BLOCK)                   \
+      NAME(const __grid_constant__ Arguments<MAX_SOURCES> a) {                    \
+    merge_parts<IN, OUT, WIDTH>(a);                                               \
   }
-#define MERGE(SUFFIX, IN, OUT)                                                            \
-  MERGE_PAIR(pair1_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN), 1, true, false)             \
-  MERGE_PAIR(pair2_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN), 2, true, false)             \
-  MERGE_PAIR(pair1_scalar_##SUFFIX, IN, OUT, 1, 1, false, false)                          \
-  MERGE_PARTS(parts_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN))                            \
+#define MERGE(SUFFIX, IN, OUT)                                                    \
+  MERGE_PAIR(pair1_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN), 1)                  \
+  MERGE_PAIR(pair2_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN), 2)                  \
+  MERGE_PAIR(pair1_scalar_##SUFFIX, IN, OUT, 1, 1)                                \
+  MERGE_PARTS(parts_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN))                    \
   MERGE_PARTS(parts_scalar_##SUFFIX, IN, OUT, 1)
 
 MERGE(f16_f16, Half, Half)

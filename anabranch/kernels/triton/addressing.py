@@ -28,7 +28,6 @@ class Pages(NamedTuple):
     dim: int
 
 
-
 @triton.jit
 def dim_ptrs(ptr, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr):
     """Pointers [1, WIDTH] to dims [FIRST, FIRST + WIDTH) of the row at `ptr`."""
@@ -54,7 +53,9 @@ def load_pages(keys, origin, table_ptr, table_stride, PAGE_SIZE: tl.constexpr):
     """
     pages = origin
     if table_ptr is not None:
-        pages = tl.load(table_ptr + origin.to(tl.int64) * table_stride + keys.to(tl.uint32) // PAGE_SIZE)
+        pages = tl.load(
+            table_ptr + origin.to(tl.int64) * table_stride + keys.to(tl.uint32) // PAGE_SIZE
+        )
     return pages
 
 

@@ -1,4 +1,4 @@
-"""Attention of any query length over dense, ragged or paged keys: one kernel from decode to prefill.
+"""Attention of any query length over dense, ragged or paged keys: one kernel for all of them.
 
 A worker walks its share of the schedule, a pair (block of query rows, kv head) at a time. A pair
 that one worker holds whole is written directly; otherwise each worker leaves a part, and parts are
@@ -7,8 +7,10 @@ merged in a tree whose every node is done by the worker that arrives there last.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -16,7 +18,12 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from anabranch.kernels.config import AttendConstants
+from anabranch.kernels.config import (
+    AttendConfig,
+    AttendConstants,
+    attend_constants,
+    select_attend,
+)
 from anabranch.kernels.triton.addressing import (
     Pages,
     Rows,
@@ -254,7 +261,7 @@ def attend_pair(
 ):
     """The state of one block of rows over the tiles [tile, stop) of one kv head."""
     first_row, q_start = block
-    origin, q_len, seq_len, kv_head = pair
+    _, q_len, seq_len, kv_head = pair
     rows = first_row + tl.arange(0, C.block_m)
     row_mask = rows < q_len * C.group
     tokens = rows // C.group
@@ -381,3 +388,81 @@ def attend_kernel(
                     owned = (rows < num_rows) & (q_start < orphans)
                     lse = tl.load(sinks_ptr + heads, owned, other=float("-inf")).to(tl.float32)
                 write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+
+
+def every_config() -> dict[AttendConfig, tuple[float, int, tuple[int, int], torch.dtype]]:
+    """Each configuration, and the widest call that selects it: rows, pairs, head dims, dtype."""
+    calls = product(
+        (4.0, 8.0, 32.0, 64.0, 1024.0, 32768.0),
+        (8, 64, 1024),
+        ((64, 64), (128, 128), (192, 128), (256, 256)),
+        (torch.bfloat16, torch.float32),
+    )
+    configs = {}
+    for rows, pairs, dims, dtype in calls:
+        config = select_attend(
+            rows_per_seq=rows,
+            num_pairs=pairs,
+            head_dim_k=dims[0],
+            head_dim_v=dims[1],
+            itemsize=dtype.itemsize,
+        )
+        configs[config] = (rows, pairs, dims, dtype)
+    return configs
+
+
+def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Launches on meta tensors: every configuration, and the options that change the code."""
+    plain, every_rule = Rules(0.1, None, None, None), Rules(0.1, 30.0, 100, None)
+
+    def launch(
+        config: AttendConfig,
+        dims: tuple[int, int],
+        dtype: torch.dtype,
+        rules: Rules,
+        sinks: bool = False,
+    ) -> None:
+        make = partial(torch.empty, device="meta")
+        k, v = (make(64, 16, 8, dim, dtype=dtype) for dim in dims)
+        pages = Pages(k, *k.stride()), Pages(v, *v.stride())
+        paged = config.block_m <= 32
+        constants = attend_constants(
+            config,
+            causal=True,
+            group=4,
+            num_kv_heads=8,
+            page_size=16 if paged else 1,
+            head_dim_k=dims[0],
+            head_dim_v=dims[1],
+            num_workers=16,
+            fixed_parts=False,
+        )
+        attend(
+            make(64, 32, dims[0], dtype=dtype),
+            *pages,
+            None if paged else boxes_of(*pages, 16, 64, constants),
+            make(64, 16, dtype=torch.int32) if paged else None,
+            rules,
+            make(32) if sinks else None,
+            make(64, 32, dims[1], dtype=dtype),
+            make(64, 32),
+            make(1024, dtype=torch.int32),
+            Parts(make(1024), make(1024), make(1024, dtype=torch.int32)),
+            constants,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            maxnreg=config.max_registers,
+        )
+
+    short = long = None
+    for config, (rows, pairs, dims, dtype) in every_config().items():
+        kind = "decode" if config.keys_first else "prefill"
+        name = f"{kind} {dims[0]}/{dims[1]} {str(dtype)[6:]}, {rows:g} rows, {pairs} pairs"
+        yield name, partial(launch, config, dims, dtype, plain)
+        if dims == (128, 128) and config.keys_first:
+            short = config
+        elif dims == (128, 128) and dtype == torch.bfloat16:
+            long = config
+    for kind, config in (("decode", short), ("prefill", long)):
+        rest = (config, (128, 128), torch.bfloat16, every_rule, True)
+        yield f"{kind} with window, softcap and sinks", partial(launch, *rest)

@@ -2,8 +2,8 @@
 
 Parts are the leaves of a tree with fan_in children a node. Whoever arrives last at a node merges
 its children, in order of their keys, into the first child's slot and goes on to the node above; so
-the result does not depend on the order of arrival. A level costs an arrival (about 2 us on an H200),
-so nodes are wide, and the parts of a node are loaded many at a time.
+the result does not depend on the order of arrival. A level costs an arrival (about 2 us on an
+H200), so nodes are wide, and the parts of a node are loaded many at a time.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ worker w takes the units [w * share, (w + 1) * share) of it. So every worker has
 that crosses a boundary leaves parts to merge, and there are at most two such parts a worker,
 whatever the batch.
 
-A worker is a team of programs, one for each kv head, launched side by side: what they read lies side
-by side in memory too (apart in time, a page's heads cost a fifth of the bandwidth).
+A worker is a team of programs, one for each kv head, launched side by side: what they read lies
+side by side in memory too.
 
 With fixed parts the list counts parts of part_tiles tiles instead, cut at boundaries that depend on
 the sequence alone, and each is a state of its own: results do not depend on the rest of the batch.
@@ -15,11 +15,14 @@ the sequence alone, and each is a state of its own: results do not depend on the
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.config import AttendConstants
+from anabranch.kernels.config import AttendConfig, AttendConstants, attend_constants
 from anabranch.kernels.triton.masks import seen_by_any
 
 HEADER: tl.constexpr = tl.constexpr(8)  # as `read_header` returns it
@@ -56,14 +59,15 @@ def schedule(
 
 
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
-    """Blocks there can be at most: every sequence, and the tokens of nobody, may end in a short one."""
+    """Blocks there can be: every sequence, and the tokens of nobody, may end in a short one."""
     return triton.cdiv(num_tokens * constants.group, constants.block_m) + num_seqs + 1
 
 
 def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
     """Integers in the schedule: header, workers, blocks, first block of each sequence."""
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
-    return HEADER.value + constants.num_workers * WORKER.value + blocks * RECORD.value + num_seqs + 1
+    workers = constants.num_workers * WORKER.value
+    return HEADER.value + workers + blocks * RECORD.value + num_seqs + 1
 
 
 @triton.jit
@@ -184,7 +188,7 @@ def key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len):
 
 @triton.jit(do_not_specialize=["max_len", "num_seqs", "num_tokens", "max_blocks", "window"])
 def schedule_kernel(
-    schedule_ptr,  # header, workers [num_workers, WORKER], blocks [max_blocks, RECORD], seqs [num_seqs + 1]
+    schedule_ptr,  # header, workers [num_workers, WORKER], blocks [max_blocks, RECORD], sequences
     cu_seqlens_q_ptr,  # [num_seqs + 1]
     seq_lens_ptr,  # [num_seqs] or None
     cu_seqlens_k_ptr,  # [num_seqs + 1] or None
@@ -266,3 +270,36 @@ def schedule_kernel(
         fields = tl.arange(0, RECORD)[None, :]
         record = tl.load(blocks_ptr + block[:, None] * RECORD + fields)
         tl.store(workers_ptr + (workers * WORKER + 8)[:, None] + fields, record, inside[:, None])
+
+
+def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Launches on meta tensors: each kind of lengths, with and without fixed parts."""
+
+    def launch(seq_lens: bool, cu_seqlens: bool, window: int | None, fixed_parts: bool) -> None:
+        lengths = torch.empty(9, dtype=torch.int32, device="meta")
+        constants = attend_constants(
+            AttendConfig(16, 64, num_warps=4, num_stages=3, workers_per_sm=2),
+            causal=True,
+            group=4,
+            num_kv_heads=8,
+            page_size=16,
+            head_dim_k=128,
+            head_dim_v=128,
+            num_workers=33,
+            fixed_parts=fixed_parts,
+        )
+        schedule(
+            torch.empty(schedule_size(8, 8, constants), dtype=torch.int32, device="meta"),
+            lengths,
+            lengths[1:] if seq_lens else None,
+            lengths if cu_seqlens else None,
+            4096,
+            8,
+            window,
+            constants,
+        )
+
+    yield "lengths", partial(launch, True, False, None, False)
+    yield "lengths, window, fixed parts", partial(launch, True, False, 100, True)
+    yield "packed", partial(launch, False, True, None, False)
+    yield "whole storage", partial(launch, False, False, None, False)

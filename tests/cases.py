@@ -1,0 +1,174 @@
+"""Cases of attend(): queries and keys, poison in all unused memory, and what is right for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from math import ceil
+from typing import Any
+
+import torch
+from tolerance import assert_state_close
+
+from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, reference
+from anabranch.kernels.cpu.append_kv import append_kv
+from anabranch.keys import KeySource
+
+DIMS = [(40, 40), (64, 64), (192, 128), (128, 64)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+UNUSED_PAGE = 1 << 30  # reading it would fault
+SOURCES = ["dense", "ragged", "paged", "paged in order", "paged by heads", "paged k|v"]
+
+
+@dataclass(frozen=True)
+class Case:
+    q_lens: tuple[int, ...] = (0, 1, 3, 17, 40)
+    k_lens: tuple[int, ...] = (5, 70, 33, 80, 12)
+    source: str = "paged"
+    page_size: int = 8
+    num_kv_heads: int = 2
+    group: int = 3
+    dims: tuple[int, int] = (64, 64)
+    dtype: torch.dtype = torch.float32
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    tree_width: int | None = None
+    padding: int = 2  # tokens of no sequence
+    scale: float | None = None
+    device: str = "cpu"
+
+
+def poisoned(case: Case, *shape: int) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=case.dtype, device=case.device)
+
+
+def integers(case: Case, values: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=case.device)
+
+
+def starts(case: Case, lengths: Sequence[int]) -> torch.Tensor:
+    """Where sequences of these lengths begin and end, as cu_seqlens has it."""
+    return integers(case, [*accumulate(lengths, initial=0)])
+
+
+def make_cache(case: Case, num_pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    heads, (dim_k, dim_v), size = case.num_kv_heads, case.dims, case.page_size
+    if case.source == "paged k|v":
+        both = poisoned(case, num_pages, size, heads, dim_k + dim_v)
+        return both[..., :dim_k], both[..., dim_k:]
+    if case.source == "paged by heads":
+        k, v = (poisoned(case, num_pages, heads, size, dim) for dim in case.dims)
+        return k.transpose(1, 2), v.transpose(1, 2)
+    return tuple(poisoned(case, num_pages, size, heads, dim) for dim in case.dims)
+
+
+def make_keys(case: Case) -> KeySource:
+    lens, (dim_k, dim_v) = case.k_lens, case.dims
+    k, v = (
+        torch.randn(sum(lens), case.num_kv_heads, dim).to(case.device, case.dtype)
+        for dim in case.dims
+    )
+    seq_lens = integers(case, lens)
+    if case.source == "ragged":
+        end = poisoned(case, 1, case.num_kv_heads, max(case.dims))
+        k, v = torch.cat([k, end[..., :dim_k]]), torch.cat([v, end[..., :dim_v]])
+        return RaggedKV(k, v, starts(case, lens))
+    k, v = k.split(lens), v.split(lens)
+    if case.source == "dense":
+        shape = (len(lens), max(lens) + 1, case.num_kv_heads)
+        dense = DenseKV(*(poisoned(case, *shape, dim) for dim in case.dims), seq_lens)
+        for seq, length in enumerate(lens):
+            dense.k[seq, :length], dense.v[seq, :length] = k[seq], v[seq]
+        return dense
+    num_pages = [ceil(length / case.page_size) for length in lens]
+    k_cache, v_cache = make_cache(case, sum(num_pages) + 2)
+    pages = torch.randperm(len(k_cache)).int().to(case.device)
+    if case.source == "paged in order":
+        pages = integers(case, range(1, len(k_cache)))
+    table = integers(case, [[UNUSED_PAGE] * (max(num_pages) + 1)] * len(lens))
+    for seq, length in enumerate(lens):
+        own = pages[sum(num_pages[:seq]) :][: num_pages[seq]]
+        table[seq, : len(own)] = own
+        rows = torch.arange(length, device=case.device)
+        slots = own[rows // case.page_size] * case.page_size + rows % case.page_size
+        append_kv(k_cache, v_cache, k[seq], v[seq], slots)
+    return PagedKV(k_cache, v_cache, table, seq_lens)
+
+
+def make_inputs(case: Case, seed: int) -> tuple[torch.Tensor, KeySource, dict[str, Any]]:
+    torch.manual_seed(seed)
+    keys = make_keys(case)
+    num_tokens, num_heads = sum(case.q_lens), case.num_kv_heads * case.group
+    q = poisoned(case, num_tokens + case.padding, num_heads, case.dims[0])
+    q[:num_tokens] = torch.randn(num_tokens, num_heads, case.dims[0])
+    tree = None
+    if case.tree_width is not None:
+        tree = (torch.rand(len(q), case.tree_width) < 0.6).to(case.device)
+    return q, keys, {
+        "cu_seqlens_q": starts(case, case.q_lens),
+        "causal": case.causal,
+        "window": case.window,
+        "softcap": case.softcap,
+        "scale": case.scale or case.dims[0] ** -0.5,
+        "sinks": torch.randn(num_heads).to(case.device) if case.sinks else None,
+        "tree_mask": tree,
+    }  # fmt: skip
+
+
+def torch_attention(q: torch.Tensor, keys: KeySource, options: dict[str, Any]) -> AttentionState:
+    """Plain torch in the precision of the inputs; its error sets the tolerance."""
+    out = q.new_zeros(*q.shape[:2], keys.v.shape[-1])
+    state = AttentionState(out, q.new_full(q.shape[:2], -torch.inf))
+    sinks, tree, softcap = (options[name] for name in ("sinks", "tree_mask", "softcap"))
+    bounds = options["cu_seqlens_q"].tolist()
+    for seq, (start, stop) in enumerate(pairwise(bounds)):
+        k, v = (
+            x.repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1)
+            for x in reference.gather(keys, seq)
+        )
+        mask = reference.visible(
+            stop - start,
+            k.shape[1],
+            causal=options["causal"],
+            window=options["window"],
+            tree_mask=None if tree is None else tree[start:stop].cpu(),
+        )
+        scores = q[start:stop].transpose(0, 1) @ k.transpose(1, 2) * options["scale"]
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~mask.to(q.device), -torch.inf)
+        if sinks is not None:
+            sink = sinks.to(q.dtype)[:, None, None].expand(-1, stop - start, 1)
+            scores = torch.cat([scores, sink], -1)
+            v = torch.cat([v, v.new_zeros(len(v), 1, v.shape[-1])], 1)
+        out = torch.softmax(scores, -1).nan_to_num(0.0) @ v
+        state.out[start:stop] = out.transpose(0, 1)
+        state.lse[start:stop] = torch.logsumexp(scores, -1).transpose(0, 1)
+    return state
+
+
+def score_rounding(q: torch.Tensor, keys: KeySource, scale: float) -> float:
+    """How far a float32 sum of products may be off in another order, by Cauchy-Schwarz."""
+    lengths = [x.float().nan_to_num().norm(dim=-1).flatten() for x in (q, keys.k)]
+    longest = [torch.cat([x, x.new_zeros(1)]).amax().item() for x in lengths]
+    return torch.finfo(torch.float32).eps * longest[0] * longest[1] * scale
+
+
+def assert_right(
+    state: AttentionState, q: torch.Tensor, keys: KeySource, options: dict[str, Any]
+) -> None:
+    """By the largest error of torch or a rounding: in a few rows torch may be right by luck."""
+    assert state.out.dtype == q.dtype
+    expected = reference.attend(q, keys, **options)
+    by_torch = AttentionState(*(x.cpu() for x in torch_attention(q, keys, options)))
+    rounding = score_rounding(q, keys, options["scale"])
+    largest = torch.cat([keys.v.flatten().nan_to_num().abs(), keys.v.new_zeros(1)]).amax().item()
+    roundings = (largest * (torch.finfo(q.dtype).eps + rounding), rounding)
+    off = []
+    for right, theirs, least in zip(expected, by_torch, roundings, strict=True):
+        errors = (theirs.double() - right).nan_to_num(0.0, 0.0, 0.0).abs().flatten()
+        off.append(right + torch.cat([errors, errors.new_tensor([least])]).amax())
+    assert_state_close(state, expected, AttentionState(*off))

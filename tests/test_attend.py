@@ -1,0 +1,338 @@
+"""attend() in Triton by one property: its parts, merged, equal the reference over all keys.
+
+In the interpreter on the CPU, where three imaginary processors make pairs cross workers, and on a
+GPU. The interpreter multiplies bfloat16 as integers, so that dtype has its cases on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import SOURCES, Case, assert_right, integers, make_inputs, poisoned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from anabranch import AttentionState, DenseKV, PagedKV, Plan, RaggedKV, attend, make_plan, merge
+from anabranch.kernels.config import AttendConfig
+from anabranch.keys import KeySource
+
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+GPU = pytest.mark.gpu
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
+every_device = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=GPU)]
+)
+MIXED = {"q_lens": (0, 1, 3, 17), "k_lens": (5, 70, 33, 12)}
+# What select_attend can choose, its tiles cut down where the interpreter would take seconds.
+CONFIGS = {
+    "decode": AttendConfig(16, 64, 4, 3, 2, keys_first=True),
+    "few pairs": AttendConfig(16, 128, 4, 3, 1, keys_first=True, merge_rows=16, merge_batch=4),
+    "many pairs": AttendConfig(16, 32, 4, 3, 4, keys_first=True, merge_batch=4, max_registers=128),
+    "verify": AttendConfig(32, 64, 4, 3, 2, keys_first=True, merge_rows=16, merge_batch=4),
+    "float32": AttendConfig(32, 32, 4, 2, 1),
+    "full and masked tiles": AttendConfig(64, 16, 4, 2, 1, merge_rows=16),
+    "prefill": AttendConfig(128, 64, 4, 3, 2, merge_rows=16, merge_batch=2, block_price=5),
+    "deep merge tree": AttendConfig(16, 16, 4, 2, 4, fan_in=2, merge_batch=1, block_price=1),
+    "wide merge": AttendConfig(16, 16, 4, 2, 4, keys_first=True, merge_rows=1, block_price=0),
+}
+
+
+def plan_for(q: torch.Tensor, keys: KeySource, options: dict[str, Any], **planned: object) -> Plan:
+    names = ("cu_seqlens_q", "causal", "window", "tree_mask")
+    return make_plan(q, keys, **{name: options[name] for name in names}, **planned)
+
+
+def check(case: Case, seed: int = 0, **planned: object) -> None:
+    q, keys, options = make_inputs(case, seed)
+    plan = plan_for(q, keys, options, **planned) if planned else None
+    assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("source", "page_size", "dims", "group", "dtype"),
+    [
+        ("dense", 1, (40, 40), 1, SINGLE),
+        ("dense", 1, (128, 128), 4, HALF),
+        ("ragged", 1, (72, 72), 5, SINGLE),
+        ("ragged", 1, (192, 128), 7, HALF),
+        ("paged", 1, (80, 80), 8, SINGLE),
+        ("paged", 8, (96, 96), 4, HALF),
+        ("paged", 16, (256, 256), 4, SINGLE),
+        ("paged by heads", 8, (128, 64), 5, HALF),
+        ("paged by heads", 16, (40, 64), 1, SINGLE),
+        ("paged k|v", 16, (64, 64), 7, HALF),
+        ("paged k|v", 1, (64, 40), 1, HALF),
+    ],
+)
+def test_sources(
+    source: str, page_size: int, dims: tuple[int, int], group: int, dtype: torch.dtype, device: str
+) -> None:
+    kind = Case(source=source, page_size=page_size, dims=dims, group=group, dtype=dtype)
+    check(replace(kind, **MIXED, device=device))
+
+
+@GPU
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)])
+@pytest.mark.parametrize("source", SOURCES[:3])
+def test_bfloat16(source: str, dims: tuple[int, int]) -> None:
+    kind = Case(source=source, dims=dims, dtype=BRAIN, device="cuda", page_size=16, group=4)
+    check(replace(kind, **MIXED))
+    check(replace(kind, q_lens=(300, 1, 77), k_lens=(300, 129, 200)))
+
+
+@every_device
+@pytest.mark.parametrize("num_kv_heads", [1, 2])
+def test_64_heads_for_each_kv_head(num_kv_heads: int, device: str) -> None:
+    kind = Case(group=64, num_kv_heads=num_kv_heads, dtype=HALF, dims=(40, 40), device=device)
+    check(replace(kind, q_lens=(1, 3), k_lens=(17, 65)))
+
+
+@every_device
+@pytest.mark.parametrize("source", SOURCES[:3])
+@pytest.mark.parametrize(
+    "lengths",
+    [
+        {"q_lens": (1,) * 6, "k_lens": (0, 1, 31, 32, 33, 130)},
+        {"q_lens": (3,) * 4, "k_lens": (7, 8, 9, 2)},
+        {"q_lens": (40, 3), "k_lens": (20, 0)},
+        {"q_lens": (33,), "k_lens": (70,)},
+        {"q_lens": (0, 0), "k_lens": (7, 3)},
+    ],
+    ids=str,
+)
+def test_lengths(source: str, lengths: dict[str, tuple[int, ...]], device: str) -> None:
+    check(Case(source=source, dims=(16, 16), device=device, **lengths))
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("source", "options"),
+    [
+        ("dense", {"causal": False}),
+        ("paged", {"causal": False, "sinks": True}),
+        ("ragged", {"window": 1}),
+        ("dense", {"window": 20, "sinks": True}),
+        ("paged", {"window": 20, "causal": False, "softcap": 5.0}),
+        ("ragged", {"softcap": 5.0, "scale": 0.4}),
+        ("paged", {"tree_width": 17}),
+        ("dense", {"tree_width": 3, "sinks": True}),
+        ("ragged", {"tree_width": 64, "softcap": 5.0}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("config", ["decode", "full and masked tiles"])
+def test_options(source: str, options: dict[str, Any], config: str, device: str) -> None:
+    case = Case(source=source, dims=(16, 16), dtype=HALF, device=device, **MIXED, **options)
+    check(case, config=CONFIGS[config])
+
+
+@every_device
+@pytest.mark.parametrize("source", SOURCES[:3])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_configurations(name: str, source: str, device: str) -> None:
+    lengths = {"q_lens": (1, 9, 0, 2), "k_lens": (150, 63, 3, 0)}
+    case = Case(source=source, dims=(16, 32), dtype=HALF, group=4, device=device, **lengths)
+    check(case, config=CONFIGS[name])
+
+
+@every_device
+@pytest.mark.parametrize("name", ["decode", "full and masked tiles", "deep merge tree"])
+@pytest.mark.parametrize("source", SOURCES[:3])
+def test_batch_invariance(name: str, source: str, device: str) -> None:
+    """With fixed parts a sequence alone has the same bits as in a batch."""
+    config = replace(CONFIGS[name], part_tiles=1)
+    case = Case(
+        source=source, q_lens=(3,) * 3, k_lens=(130, 17, 70), dims=(16, 16), dtype=HALF,
+        device=device, padding=0,
+    )  # fmt: skip
+    q, keys, options = make_inputs(case, 0)
+    plan = plan_for(q, keys, options, batch_invariant=True, config=config)
+    together = attend(q, keys, plan=plan, impl="triton", **options)
+    assert_right(together, q, keys, options)
+    for seq in range(3):
+        own, tokens = one_sequence(keys, seq), slice(3 * seq, 3 * seq + 3)
+        options["cu_seqlens_q"] = integers(case, [0, 3])
+        plan = plan_for(q[tokens], own, options, batch_invariant=True, config=config)
+        alone = attend(q[tokens], own, plan=plan, impl="triton", **options)
+        for mine, theirs in zip(alone, together, strict=True):
+            assert torch.equal(mine, theirs[tokens])
+
+
+def one_sequence(keys: KeySource, seq: int) -> KeySource:
+    if isinstance(keys, RaggedKV):
+        return RaggedKV(keys.k, keys.v, keys.cu_seqlens[seq : seq + 2])
+    own = keys.seq_lens[seq : seq + 1]
+    if isinstance(keys, DenseKV):
+        return DenseKV(keys.k[seq : seq + 1], keys.v[seq : seq + 1], own)
+    return PagedKV(keys.k, keys.v, keys.page_table[seq : seq + 1], own)
+
+
+@every_device
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_layers_share_a_plan(batch_invariant: bool, device: str) -> None:
+    case = Case(q_lens=(1, 3), k_lens=(90, 40), dims=(16, 16), device=device)
+    q, keys, options = make_inputs(case, 0)
+    plan = plan_for(q, keys, options, batch_invariant=batch_invariant)
+    for layer in range(3):
+        q, keys, options = make_inputs(case, layer)
+        assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
+        assert not plan.counters.any()
+
+
+@every_device
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_padded_queries(q_len: int, device: str) -> None:
+    case = Case(q_lens=(q_len,) * 3, k_lens=(40, 0, 70), dims=(16, 16), padding=0, device=device)
+    q, keys, options = make_inputs(case, 0)
+    some = {name: options[name] for name in ("causal", "scale")}
+    state = attend(q.unflatten(0, (3, q_len)), keys, impl="triton", **some)
+    assert state.out.shape == (3, q_len, *q.shape[1:])
+    assert_right(AttentionState(*(x.flatten(0, 1) for x in state)), q, keys, options)
+
+
+@every_device
+def test_strided_queries(device: str) -> None:
+    case = Case(dims=(40, 40), device=device, **MIXED)
+    q, keys, options = make_inputs(case, 0)
+    wide = poisoned(case, q.shape[1], q.shape[0], 96)
+    strided = wide.transpose(0, 1)[..., 3:83:2]
+    strided.copy_(q)
+    assert_right(attend(strided, keys, impl="triton", **options), q, keys, options)
+
+
+@every_device
+@pytest.mark.parametrize("num_tokens", [0, 3])
+@pytest.mark.parametrize("source", SOURCES[:3])
+def test_no_sequences(source: str, num_tokens: int, device: str) -> None:
+    case = Case(source=source, q_lens=(1,), k_lens=(5,), device=device)
+    _, keys, _ = make_inputs(case, 0)
+    cut = {
+        RaggedKV: lambda: RaggedKV(keys.k, keys.v, keys.cu_seqlens[:1]),
+        DenseKV: lambda: DenseKV(keys.k[:0], keys.v[:0], keys.seq_lens[:0]),
+        PagedKV: lambda: PagedKV(keys.k, keys.v, keys.page_table[:0], keys.seq_lens[:0]),
+    }[type(keys)]()
+    q = poisoned(case, num_tokens, 6, 64)
+    state = attend(q, cut, cu_seqlens_q=integers(case, [0]), impl="triton")
+    assert torch.equal(state.out, torch.zeros_like(q))
+    assert (state.lse == -torch.inf).all()
+
+
+@every_device
+def test_storage_without_keys(device: str) -> None:
+    case = Case(device=device)
+    dense = DenseKV(poisoned(case, 2, 0, 2, 64), poisoned(case, 2, 0, 2, 64))
+    none = integers(case, [0, 0])
+    paged = PagedKV(*(poisoned(case, 1, 8, 2, 64) for _ in "kv"), none.new_empty(2, 0), none)
+    for keys in (dense, paged):
+        state = attend(poisoned(case, 2, 4, 64), keys, impl="triton")
+        assert not state.out.any()
+        assert (state.lse == -torch.inf).all()
+
+
+@every_device
+def test_dense_keys_without_lengths(device: str) -> None:
+    case = Case(source="dense", q_lens=(2, 2), k_lens=(41, 41), dims=(16, 16), device=device)
+    q, keys, options = make_inputs(case, 0)
+    whole = DenseKV(keys.k[:, :41], keys.v[:, :41])
+    assert_right(attend(q, whole, impl="triton", **options), q, whole, options)
+
+
+@every_device
+def test_states_of_cut_keys_merge(device: str) -> None:
+    case = Case(source="ragged", q_lens=(5,), k_lens=(60,), padding=0, device=device)
+    q, keys, options = make_inputs(case, 0)
+    parts = []
+    for start, stop, causal in ((0, 21, False), (21, 21, False), (21, 40, False), (40, 60, True)):
+        part = RaggedKV(keys.k[start:stop], keys.v[start:stop], integers(case, [0, stop - start]))
+        parts.append(attend(q, part, impl="triton", **(options | {"causal": causal})))
+    assert_right(merge(*parts), q, keys, options)
+
+
+@every_device
+@pytest.mark.parametrize("planned", [False, True])
+def test_compiled_whole(planned: bool, device: str) -> None:
+    case = Case(q_lens=(1, 3), k_lens=(40, 40), dims=(16, 16), device=device)
+    q, keys, options = make_inputs(case, 0)
+    plan = plan_for(q, keys, options) if planned else None
+
+    def doubled(q: torch.Tensor, keys: KeySource, options: dict[str, Any]) -> AttentionState:
+        state = attend(q, keys, plan=plan, impl="triton", **options)
+        return AttentionState(state.out * 2, state.lse)
+
+    backend = "aot_eager" if device == "cpu" else "inductor"
+    state = torch.compile(doubled, fullgraph=True, backend=backend)(q, keys, options)
+    assert_right(AttentionState(state.out / 2, state.lse), q, keys, options)
+
+
+lengths = st.lists(
+    st.tuples(
+        st.sampled_from([0, 1, 1, 3, 17]), st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 64, 100])
+    ),
+    min_size=1,
+    max_size=4,
+)
+masks = st.one_of(
+    st.fixed_dictionaries({"causal": st.booleans(), "window": st.sampled_from([None, 1, 16, 50])}),
+    st.fixed_dictionaries({"tree_width": st.sampled_from([0, 1, 3, 64])}),
+)
+
+
+@ON_CPU
+@settings(max_examples=40)
+@given(
+    lengths=lengths,
+    masks=masks,
+    source=st.sampled_from(SOURCES),
+    page_size=st.sampled_from([1, 8, 16]),
+    num_kv_heads=st.integers(1, 3),
+    group=st.sampled_from([1, 4, 5, 7]),
+    dims=st.sampled_from([(8, 8), (40, 40), (24, 64), (48, 16)]),
+    dtype=st.sampled_from([HALF, SINGLE]),
+    softcap=st.sampled_from([None, 5.0]),
+    sinks=st.booleans(),
+    padding=st.integers(0, 2),
+    name=st.sampled_from([None, *CONFIGS]),
+    batch_invariant=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_fuzz(
+    lengths: list[tuple[int, int]],
+    masks: dict[str, Any],
+    name: str | None,
+    batch_invariant: bool,
+    seed: int,
+    **options: Any,
+) -> None:
+    q_lens, k_lens = zip(*lengths, strict=True)
+    case = Case(q_lens=q_lens, k_lens=k_lens, **masks, **options)
+    config = None if name is None else replace(CONFIGS[name], part_tiles=2)
+    check(case, seed, config=config, batch_invariant=batch_invariant)
+
+
+@GPU
+@settings(max_examples=100)
+@given(
+    lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 700)), min_size=1, max_size=12),
+    kind=st.sampled_from(
+        [
+            Case(source="paged", page_size=16, group=4, dims=(128, 128), dtype=BRAIN),
+            Case(source="ragged", group=5, dims=(72, 72), dtype=HALF, sinks=True, softcap=5.0),
+            Case(source="dense", group=1, dims=(64, 64), dtype=SINGLE, window=33),
+            Case(source="paged k|v", page_size=1, group=8, dims=(64, 64), dtype=HALF, tree_width=9),
+        ]
+    ),
+    batch_invariant=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_fuzz_lengths(
+    lengths: list[tuple[int, int]], kind: Case, batch_invariant: bool, seed: int
+) -> None:
+    """Few kernels, which take seconds to compile, and many lengths."""
+    q_lens, k_lens = zip(*lengths, strict=True)
+    config = CONFIGS["float32" if kind.dtype == SINGLE else "verify"]
+    case = replace(kind, q_lens=q_lens, k_lens=k_lens, device="cuda")
+    check(case, seed, config=config, batch_invariant=batch_invariant)

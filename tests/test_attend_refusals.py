@@ -1,0 +1,241 @@
+"""Bad input to attend(): a ValueError that names the values, before any device memory is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from anabranch import DenseKV, PagedKV, RaggedKV, attend, make_plan
+
+# Two sequences of 3 and 2 queries, 6 heads over 2, pages of 8.
+NUM_TOKENS, NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, DIM = 5, 2, 6, 2, 16
+META = {"device": "meta"}
+
+
+def ints(*values: int, device: str = "cpu") -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def queries(*shape: int, **kind: Any) -> torch.Tensor:
+    return torch.zeros(*(shape or (NUM_TOKENS, NUM_HEADS, DIM)), **kind)
+
+
+def paged(**changes: torch.Tensor) -> PagedKV:
+    cache = torch.zeros(4, 8, NUM_KV_HEADS, DIM)
+    fields = {
+        "k": cache, "v": cache, "page_table": ints(0, 1, 2, 3).view(2, 2), "seq_lens": ints(9, 16),
+    }  # fmt: skip
+    return PagedKV(**(fields | changes))
+
+
+def refuse(message: str, q: torch.Tensor | None = None, keys: Any = None, **options: Any) -> None:
+    options = {"cu_seqlens_q": ints(0, 3, 5)} | options
+    with pytest.raises(ValueError, match=message):
+        attend(queries() if q is None else q, keys or paged(), **options)
+
+
+@pytest.mark.parametrize(
+    ("q", "message"),
+    [
+        (queries(5, 96), r"q must have 3 or 4 dimensions, got shape \(5, 96\)"),
+        (queries(5, 6, 24), "k has head_dim_k = 16, but q has head_dim_k = 24"),
+        (queries(5, 7, 16), "q has 7 heads, not a multiple of the 2 of the keys"),
+        (queries().half(), "k must be one of float16, got torch.float32"),
+        (queries().double(), "q must be one of float16, bfloat16, float32, got torch.float64"),
+        (queries(1, 5, 6, 16), r"packed queries of 3 dimensions, got q \(1, 5, 6, 16\)"),
+        (queries(requires_grad=True), "q requires grad"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_queries(q: torch.Tensor, message: str) -> None:
+    refuse(message, q)
+
+
+def test_queries_on_another_device() -> None:
+    refuse("cu_seqlens_q is on cpu, expected meta", queries(**META))
+    cu_seqlens_q = ints(0, 3, 5, device="meta")
+    refuse("k is on cpu, expected meta", queries(**META), cu_seqlens_q=cu_seqlens_q)
+
+
+@pytest.mark.parametrize(
+    ("cu_seqlens_q", "message"),
+    [
+        (None, "q has 5 sequences, the keys have 2; packed queries"),
+        (ints(0, 5), r"cu_seqlens_q must be \[3\] for 2 sequences of keys, got shape \(2,\)"),
+        (ints(0, 3, 5)[:, None], r"cu_seqlens_q must be \[3\].*, got shape \(3, 1\)"),
+        (ints(0, 3, 5).long(), "cu_seqlens_q must be one of int32, got torch.int64"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_cu_seqlens_q(cu_seqlens_q: torch.Tensor | None, message: str) -> None:
+    refuse(message, cu_seqlens_q=cu_seqlens_q)
+    with pytest.raises(ValueError, match=message):
+        make_plan(queries(), paged(), cu_seqlens_q=cu_seqlens_q)
+
+
+TREE = torch.ones(NUM_TOKENS, 3, dtype=torch.bool)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window": 0}, "window must be at least 1, a token's own key, got 0"),
+        ({"window": -1}, "window must be at least 1, a token's own key, got -1"),
+        ({"softcap": 0.0}, "softcap must be positive, got 0.0"),
+        ({"softcap": -5.0}, "softcap must be positive, got -5.0"),
+        ({"scale": 0.0}, "scale must be positive and finite, got 0.0"),
+        ({"scale": float("nan")}, "scale must be positive and finite, got nan"),
+        ({"sinks": torch.zeros(5)}, "sinks has num_heads = 5, but q has num_heads = 6"),
+        ({"sinks": torch.zeros(6).int()}, "sinks must be one of .*, got torch.int32"),
+        ({"sinks": torch.zeros(6, **META)}, "sinks is on meta, expected cpu"),
+        ({"tree_mask": TREE, "window": 4}, "tree_mask has no order .*, got window=4"),
+        ({"tree_mask": TREE, "causal": False}, "tree_mask replaces the causal rule"),
+        ({"tree_mask": TREE[:3]}, "tree_mask has num_tokens = 3, but q has num_tokens = 5"),
+        ({"tree_mask": TREE[0]}, r"tree_mask must be \[num_tokens, tree_width\], got shape \(3,\)"),
+        ({"tree_mask": TREE.int()}, "tree_mask must be one of bool, got torch.int32"),
+        ({"impl": "cuda"}, "impl must be one of torch, triton, got 'cuda'"),
+    ],
+    ids=str,
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    refuse(message, **options)
+
+
+def test_unknown_options_are_errors() -> None:
+    with pytest.raises(TypeError, match="dropout"):
+        attend(queries(), paged(), cu_seqlens_q=ints(0, 3, 5), dropout=0.1)
+
+
+CACHE = torch.zeros(4, 8, NUM_KV_HEADS, DIM)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"v": CACHE[:3]}, "v has num_pages = 3, but k has num_pages = 4"),
+        ({"v": CACHE[:, :4]}, "v has page_size = 4, but k has page_size = 8"),
+        ({"v": CACHE[:, :, :1]}, "v has num_kv_heads = 1, but k has num_kv_heads = 2"),
+        ({"v": CACHE.half()}, "v must be one of float32, got torch.float16"),
+        ({"k": CACHE[0]}, r"k must be \[num_pages, page_size, .*, got shape \(8, 2, 16\)"),
+        ({"seq_lens": ints(9)}, "seq_lens has num_seqs = 1, but page_table has num_seqs = 2"),
+        ({"seq_lens": ints(9, 16).long()}, "seq_lens must be one of int32, got torch.int64"),
+        ({"page_table": ints(0, 1)}, r"page_table must be \[num_seqs, max_pages\], got shape"),
+        ({"page_table": ints(0, 1, device="meta")[:, None]}, "page_table is on meta, expected cpu"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_paged_keys(changes: dict[str, torch.Tensor], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        paged(**changes)
+
+
+def test_contiguous_keys() -> None:
+    k = torch.zeros(2, 9, NUM_KV_HEADS, DIM)
+    with pytest.raises(ValueError, match="seq_lens has num_seqs = 3, but k has num_seqs = 2"):
+        DenseKV(k, k, ints(1, 2, 3))
+    with pytest.raises(ValueError, match="v has max_len = 8, but k has max_len = 9"):
+        DenseKV(k, k[:, :8])
+    with pytest.raises(ValueError, match=r"cu_seqlens must be \[num_seqs \+ 1\], got shape \(0,\)"):
+        RaggedKV(k[0], k[0], ints())
+    with pytest.raises(ValueError, match=r"k must be \[num_keys, .*, got shape \(2, 9, 2, 16\)"):
+        RaggedKV(k, k, ints(0, 9))
+
+
+@pytest.mark.parametrize("dim", [0, 257])
+def test_head_dims(dim: int) -> None:
+    cache = torch.zeros(4, 8, NUM_KV_HEADS, dim)
+    message = f"must have a head dim from 1 to 256, got {dim}"
+    refuse(message, queries(5, 6, dim), paged(k=cache))
+    refuse(message, keys=paged(v=cache))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"q": queries(6, NUM_HEADS, DIM)}, "the plan was made for num_tokens = 5, got 6"),
+        ({"q": queries(5, 4, DIM)}, "the plan was made for num_heads = 6, got 4"),
+        ({"window": 3}, "the plan was made for window = None, got 3"),
+        ({"causal": False}, "the plan was made for causal = True, got False"),
+        ({"keys": paged(v=CACHE[..., :8])}, "the plan was made for head_dim_v = 16, got 8"),
+        (
+            {"keys": paged(k=CACHE[:, :4], v=CACHE[:, :4])},
+            "the plan was made for page_size = 8, got 4",
+        ),
+        (
+            {
+                "keys": paged(page_table=ints(0, 1, 2)[:, None], seq_lens=ints(1, 2, 3)),
+                "cu_seqlens_q": ints(0, 3, 5, 5),
+            },
+            "the plan was made for num_seqs = 2, got 3",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_plan_of_another_shape(given: dict[str, Any], message: str) -> None:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    keys = paged()
+    keys = PagedKV(
+        *(getattr(keys, name).to(device) for name in ("k", "v", "page_table", "seq_lens"))
+    )
+    plan = make_plan(queries().to(device), keys, cu_seqlens_q=ints(0, 3, 5, device=device))
+    refuse(message, plan=plan, impl="triton", **given)
+
+
+@pytest.mark.gpu
+def test_torch_is_the_cpus() -> None:
+    q, k = queries(device="cuda"), torch.zeros(5, 9, NUM_KV_HEADS, DIM, device="cuda")
+    with pytest.raises(ValueError, match="impl='torch' is the CPU's, got q on cuda:0"):
+        attend(q, DenseKV(k, k), impl="torch")
+
+
+FLAT = torch.zeros(20, NUM_KV_HEADS, DIM)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (paged(seq_lens=ints(9, 17)), "sequence 1 has seq_len 17, its storage holds 0 to 16"),
+        (paged(seq_lens=ints(-1, 3)), "sequence 0 has seq_len -1, its storage holds 0 to 16"),
+        (
+            paged(page_table=ints(0, 1)[:, None], seq_lens=ints(8, 9)),
+            "sequence 1 has seq_len 9, its storage holds 0 to 8",
+        ),
+        (
+            paged(page_table=ints(0, 4, 2, 3).view(2, 2)),
+            "sequence 0 has page 4, but there are 4 pages",
+        ),
+        (
+            paged(page_table=ints(0, 1, -2, 3).view(2, 2)),
+            "sequence 1 has page -2, but there are 4 pages",
+        ),
+        (
+            DenseKV(*[torch.zeros(2, 9, NUM_KV_HEADS, DIM)] * 2, ints(9, 10)),
+            "sequence 1 has seq_len 10, its storage holds 0 to 9",
+        ),
+        (RaggedKV(FLAT, FLAT, ints(0, 8, 6)), "cu_seqlens must not descend, got 8 then 6 at seq"),
+        (RaggedKV(FLAT, FLAT, ints(0, 8, 21)), "cu_seqlens ends at 21, but there are 20 keys"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else type(value).__name__,
+)
+def test_lengths_in_device_memory(keys: Any, message: str) -> None:
+    refuse(message, keys=keys, check=True)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ((0, 4, 3), "cu_seqlens_q must not descend, got 4 then 3 at sequence 1"),
+        ((1, 3, 5), "cu_seqlens_q must run from 0 to at most num_tokens = 5, got 1 to 5"),
+        ((0, 3, 6), "cu_seqlens_q must run from 0 to at most num_tokens = 5, got 0 to 6"),
+    ],
+)
+def test_queries_in_device_memory(bounds: tuple[int, ...], message: str) -> None:
+    refuse(message, cu_seqlens_q=ints(*bounds), check=True)
+
+
+def test_unused_pages_are_not_wrong() -> None:
+    table = ints(0, 99, 2, 3).view(2, 2)
+    keys = paged(page_table=table, seq_lens=ints(8, 16))
+    attend(queries(), keys, cu_seqlens_q=ints(0, 3, 5), check=True)
