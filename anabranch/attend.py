@@ -113,8 +113,8 @@ def _check(q: torch.Tensor, keys: KeySource, options: Options, plan: Plan | None
     for name, dim in (("k", keys.k.shape[-1]), ("v", keys.v.shape[-1])):
         if not 1 <= dim <= MAX_HEAD_DIM:
             raise ValueError(f"{name} must have a head dim from 1 to {MAX_HEAD_DIM}, got {dim}")
-    if options.softcap is not None and not options.softcap > 0:
-        raise ValueError(f"softcap must be positive, got {options.softcap}")
+    if options.softcap is not None and not 0 < options.softcap < math.inf:
+        raise ValueError(f"softcap must be positive and finite, got {options.softcap}")
     check_masks(causal=options.causal, window=options.window, tree_mask=options.tree_mask)
     if options.sinks is not None:
         sizes.match("sinks", options.sinks, "num_heads")
@@ -135,6 +135,7 @@ def _check_plan(q: torch.Tensor, keys: KeySource, options: Options, plan: Plan) 
     for name, planned, given in (
         ("num_tokens", plan.num_tokens, q.shape[0]),
         ("num_seqs", plan.num_seqs, keys.num_seqs),
+        ("packed keys", plan.packed, isinstance(keys, RaggedKV)),
         ("window", plan.window, options.window),
         ("causal", constants.causal, options.causal and options.tree_mask is None),
         ("num_heads", constants.group * constants.num_kv_heads, q.shape[1]),
@@ -221,7 +222,7 @@ def _attend_triton(
             options.window,
             None if tree is None else tree.contiguous().view(torch.uint8),
         ),
-        options.sinks,
+        None if options.sinks is None else options.sinks.contiguous(),
         out,
         lse,
         plan.schedule,

@@ -42,19 +42,20 @@ class Plan:
     max_registers: int | None
     num_tokens: int
     num_seqs: int
+    packed: bool  # keys are a RaggedKV
     window: int | None
 
     def static(self) -> list[int]:
         """All that is not a tensor, as integers; `plan_from` reads them back."""
-        limits = (self.max_registers or 0, self.num_tokens, self.num_seqs, self.window or 0)
-        tail = (self.num_warps, self.num_stages, *limits)
+        sizes = (self.num_tokens, self.num_seqs, self.packed, self.window or 0)
+        tail = (self.num_warps, self.num_stages, self.max_registers or 0, *map(int, sizes))
         return [*map(int, astuple(self.constants)[:-1]), *tail]
 
 
 def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
     """A plan from what an operator's arguments can carry."""
     count = len(fields(AttendConstants)) - 1  # page strides come with the keys
-    num_warps, num_stages, max_registers, num_tokens, num_seqs, window = static[count:]
+    num_warps, num_stages, max_registers, num_tokens, num_seqs, packed, window = static[count:]
     schedule, outs, lses, counters = tensors
     return Plan(
         schedule,
@@ -67,6 +68,7 @@ def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
         max_registers or None,
         num_tokens,
         num_seqs,
+        bool(packed),
         window or None,
     )
 
@@ -161,6 +163,7 @@ def _allocate(
         max_registers=None if torch.version.hip else config.max_registers,  # AMD takes no limit
         num_tokens=num_tokens,
         num_seqs=num_seqs,
+        packed=isinstance(keys, RaggedKV),
         window=window,
     )
     if planned:
@@ -261,4 +264,6 @@ def pack_queries(q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | 
             f"cu_seqlens_q must be [{keys.num_seqs + 1}] for {keys.num_seqs} sequences of keys, "
             f"got shape {tuple(cu_seqlens_q.shape)}"
         )
+    if cu_seqlens_q.shape[0] > 1 and cu_seqlens_q.stride(0) != 1:
+        raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
     return Queries(packed, cu_seqlens_q, 0, keys.num_seqs)

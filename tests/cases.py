@@ -118,15 +118,18 @@ def make_inputs(case: Case, seed: int) -> tuple[torch.Tensor, KeySource, dict[st
     }  # fmt: skip
 
 
-def torch_attention(q: torch.Tensor, keys: KeySource, options: dict[str, Any]) -> AttentionState:
-    """Plain torch in the precision of the inputs; its error sets the tolerance."""
+def torch_attention(
+    q: torch.Tensor, keys: KeySource, options: dict[str, Any], dtype: torch.dtype | None = None
+) -> AttentionState:
+    """Plain torch, by default in the precision of the inputs, where its error is the tolerance."""
+    q = q.to(dtype or q.dtype)
     out = q.new_zeros(*q.shape[:2], keys.v.shape[-1])
     state = AttentionState(out, q.new_full(q.shape[:2], -torch.inf))
     sinks, tree, softcap = (options[name] for name in ("sinks", "tree_mask", "softcap"))
     bounds = options["cu_seqlens_q"].tolist()
     for seq, (start, stop) in enumerate(pairwise(bounds)):
         k, v = (
-            x.repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1)
+            x.to(q.dtype).repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1)
             for x in reference.gather(keys, seq)
         )
         mask = reference.visible(
@@ -158,11 +161,16 @@ def score_rounding(q: torch.Tensor, keys: KeySource, scale: float) -> float:
 
 
 def assert_right(
-    state: AttentionState, q: torch.Tensor, keys: KeySource, options: dict[str, Any]
+    state: AttentionState,
+    q: torch.Tensor,
+    keys: KeySource,
+    options: dict[str, Any],
+    expected: AttentionState | None = None,  # float64; by default the reference's
 ) -> None:
     """By the largest error of torch or a rounding: in a few rows torch may be right by luck."""
     assert state.out.dtype == q.dtype
-    expected = reference.attend(q, keys, **options)
+    expected = expected or reference.attend(q, keys, **options)
+    expected = AttentionState(*(x.cpu() for x in expected))
     by_torch = AttentionState(*(x.cpu() for x in torch_attention(q, keys, options)))
     rounding = score_rounding(q, keys, options["scale"])
     largest = torch.cat([keys.v.flatten().nan_to_num().abs(), keys.v.new_zeros(1)]).amax().item()

@@ -7,6 +7,7 @@ GPU. The interpreter multiplies bfloat16 as integers, so that dtype has its case
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 from anabranch import AttentionState, DenseKV, PagedKV, Plan, RaggedKV, attend, make_plan, merge
 from anabranch.kernels.config import AttendConfig
+from anabranch.kernels.triton.attend import every_config
 from anabranch.keys import KeySource
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -26,18 +28,16 @@ every_device = pytest.mark.parametrize(
     "device", [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=GPU)]
 )
 MIXED = {"q_lens": (0, 1, 3, 17), "k_lens": (5, 70, 33, 12)}
-# What select_attend can choose, its tiles cut down where the interpreter would take seconds.
-CONFIGS = {
-    "decode": AttendConfig(16, 64, 4, 3, 2, keys_first=True),
-    "few pairs": AttendConfig(16, 128, 4, 3, 1, keys_first=True, merge_rows=16, merge_batch=4),
-    "many pairs": AttendConfig(16, 32, 4, 3, 4, keys_first=True, merge_batch=4, max_registers=128),
-    "verify": AttendConfig(32, 64, 4, 3, 2, keys_first=True, merge_rows=16, merge_batch=4),
-    "float32": AttendConfig(32, 32, 4, 2, 1),
-    "full and masked tiles": AttendConfig(64, 16, 4, 2, 1, merge_rows=16),
-    "prefill": AttendConfig(128, 64, 4, 3, 2, merge_rows=16, merge_batch=2, block_price=5),
-    "deep merge tree": AttendConfig(16, 16, 4, 2, 4, fan_in=2, merge_batch=1, block_price=1),
-    "wide merge": AttendConfig(16, 16, 4, 2, 4, keys_first=True, merge_rows=1, block_price=0),
-}
+SHORT = AttendConfig(16, 64, 4, 3, 2, keys_first=True)
+LONG = AttendConfig(64, 16, 4, 2, 1, merge_rows=16)  # full tiles, then masked ones
+DEEP = AttendConfig(16, 16, 4, 2, 4, fan_in=2, merge_batch=1, block_price=1)
+NARROW = AttendConfig(16, 16, 4, 2, 4, keys_first=True, merge_rows=2, merge_batch=3, block_price=0)
+CONFIGS = [SHORT, LONG, DEEP, NARROW]
+SELECTED = every_config()
+
+
+def tiles(value: AttendConfig | str) -> str:
+    return value if isinstance(value, str) else f"{value.block_m} x {value.block_n}"
 
 
 def plan_for(q: torch.Tensor, keys: KeySource, options: dict[str, Any], **planned: object) -> Plan:
@@ -124,27 +124,32 @@ def test_lengths(source: str, lengths: dict[str, tuple[int, ...]], device: str) 
     ],
     ids=str,
 )
-@pytest.mark.parametrize("config", ["decode", "full and masked tiles"])
-def test_options(source: str, options: dict[str, Any], config: str, device: str) -> None:
+@pytest.mark.parametrize("config", [SHORT, LONG], ids=["short", "long"])
+def test_options(source: str, options: dict[str, Any], config: AttendConfig, device: str) -> None:
     case = Case(source=source, dims=(16, 16), dtype=HALF, device=device, **MIXED, **options)
-    check(case, config=CONFIGS[config])
+    check(case, config=config)
 
 
 @every_device
-@pytest.mark.parametrize("source", SOURCES[:3])
-@pytest.mark.parametrize("name", CONFIGS)
-def test_configurations(name: str, source: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "source"), [*zip([*CONFIGS, *SELECTED], cycle(SOURCES[:3]))], ids=tiles
+)
+def test_configurations(config: AttendConfig, source: str, device: str) -> None:
     lengths = {"q_lens": (1, 9, 0, 2), "k_lens": (150, 63, 3, 0)}
     case = Case(source=source, dims=(16, 32), dtype=HALF, group=4, device=device, **lengths)
-    check(case, config=CONFIGS[name])
+    if device == "cuda" and config in SELECTED:  # as wide and as long as it can be
+        _, _, dims, dtype = SELECTED[config]
+        case = replace(case, q_lens=(1, 70, 0, 2), dims=dims, dtype=dtype)
+    check(case, config=config)
 
 
 @every_device
-@pytest.mark.parametrize("name", ["decode", "full and masked tiles", "deep merge tree"])
-@pytest.mark.parametrize("source", SOURCES[:3])
-def test_batch_invariance(name: str, source: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "source"), [*zip([SHORT, LONG, DEEP], SOURCES[:3], strict=True)], ids=tiles
+)
+def test_batch_invariance(config: AttendConfig, source: str, device: str) -> None:
     """With fixed parts a sequence alone has the same bits as in a batch."""
-    config = replace(CONFIGS[name], part_tiles=1)
+    config = replace(config, part_tiles=1)
     case = Case(
         source=source, q_lens=(3,) * 3, k_lens=(130, 17, 70), dims=(16, 16), dtype=HALF,
         device=device, padding=0,
@@ -202,6 +207,38 @@ def test_strided_queries(device: str) -> None:
     strided = wide.transpose(0, 1)[..., 3:83:2]
     strided.copy_(q)
     assert_right(attend(strided, keys, impl="triton", **options), q, keys, options)
+
+
+def in_layout(x: torch.Tensor, layout: str) -> torch.Tensor:
+    """A copy [..., tokens, heads, dims] with other strides, or beginning off a 16-byte boundary."""
+    if layout == "heads first":
+        return x.transpose(-2, -3).contiguous().transpose(-2, -3)
+    if layout == "packed":
+        wide = x.new_full((*x.shape[:-1], 3 * x.shape[-1]), torch.nan)
+        return wide[..., x.shape[-1] : 2 * x.shape[-1]].copy_(x)
+    return x.new_empty(x.numel() + 1)[1:].view(x.shape).copy_(x)
+
+
+@every_device
+@pytest.mark.parametrize("layout", ["heads first", "packed", "misaligned"])
+@pytest.mark.parametrize("source", SOURCES[:2])
+def test_strided_keys(source: str, layout: str, device: str) -> None:
+    """Where the tensor memory accelerator can copy tiles, and where it cannot."""
+    lengths = {"q_lens": (70, 3), "k_lens": (90, 40)}
+    case = Case(source=source, dims=(16, 16), dtype=HALF, group=1, device=device, **lengths)
+    q, keys, options = make_inputs(case, 0)
+    keys = replace(keys, k=in_layout(keys.k, layout), v=in_layout(keys.v, layout))
+    plan = plan_for(q, keys, options, config=LONG)
+    assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
+
+
+@every_device
+def test_strided_sinks(device: str) -> None:
+    case = Case(q_lens=(1, 3), k_lens=(40, 2), dims=(16, 16), sinks=True, device=device)
+    q, keys, options = make_inputs(case, 0)
+    sinks = options["sinks"].repeat_interleave(2)[::2]
+    state = attend(q, keys, impl="triton", **(options | {"sinks": sinks}))
+    assert_right(state, q, keys, options)
 
 
 @every_device
@@ -268,6 +305,16 @@ def test_compiled_whole(planned: bool, device: str) -> None:
     assert_right(AttentionState(state.out / 2, state.lse), q, keys, options)
 
 
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=ON_CPU)])
+def test_operator_is_as_it_says(impl: str) -> None:
+    case = Case(q_lens=(1, 3), k_lens=(40, 2), dims=(16, 16))
+    q, keys, options = make_inputs(case, 0)
+    lengths = (keys.page_table, keys.seq_lens, options["cu_seqlens_q"])
+    rules = (None, None, True, None, None, 0.25)
+    arguments = (q, keys.k, keys.v, *lengths, *rules, [], [], impl)
+    torch.library.opcheck(torch.ops.anabranch.attend.default, arguments)
+
+
 lengths = st.lists(
     st.tuples(
         st.sampled_from([0, 1, 1, 3, 17]), st.sampled_from([0, 1, 15, 16, 17, 31, 32, 33, 64, 100])
@@ -282,7 +329,7 @@ masks = st.one_of(
 
 
 @ON_CPU
-@settings(max_examples=40)
+@settings(max_examples=60)
 @given(
     lengths=lengths,
     masks=masks,
@@ -295,21 +342,21 @@ masks = st.one_of(
     softcap=st.sampled_from([None, 5.0]),
     sinks=st.booleans(),
     padding=st.integers(0, 2),
-    name=st.sampled_from([None, *CONFIGS]),
+    config=st.sampled_from([None, *CONFIGS, *SELECTED]),
     batch_invariant=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_fuzz(
     lengths: list[tuple[int, int]],
     masks: dict[str, Any],
-    name: str | None,
+    config: AttendConfig | None,
     batch_invariant: bool,
     seed: int,
     **options: Any,
 ) -> None:
     q_lens, k_lens = zip(*lengths, strict=True)
     case = Case(q_lens=q_lens, k_lens=k_lens, **masks, **options)
-    config = None if name is None else replace(CONFIGS[name], part_tiles=2)
+    config = None if config is None else replace(config, part_tiles=2)
     check(case, seed, config=config, batch_invariant=batch_invariant)
 
 
@@ -333,6 +380,6 @@ def test_fuzz_lengths(
 ) -> None:
     """Few kernels, which take seconds to compile, and many lengths."""
     q_lens, k_lens = zip(*lengths, strict=True)
-    config = CONFIGS["float32" if kind.dtype == SINGLE else "verify"]
+    config = AttendConfig(32, 32, 4, 2, 1) if kind.dtype == SINGLE else SHORT
     case = replace(kind, q_lens=q_lens, k_lens=k_lens, device="cuda")
     check(case, seed, config=config, batch_invariant=batch_invariant)

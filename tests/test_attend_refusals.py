@@ -66,6 +66,7 @@ def test_queries_on_another_device() -> None:
         (ints(0, 5), r"cu_seqlens_q must be \[3\] for 2 sequences of keys, got shape \(2,\)"),
         (ints(0, 3, 5)[:, None], r"cu_seqlens_q must be \[3\].*, got shape \(3, 1\)"),
         (ints(0, 3, 5).long(), "cu_seqlens_q must be one of int32, got torch.int64"),
+        (ints(0, 0, 3, 3, 5)[::2], "cu_seqlens_q must be contiguous, got stride 2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -83,8 +84,8 @@ TREE = torch.ones(NUM_TOKENS, 3, dtype=torch.bool)
     [
         ({"window": 0}, "window must be at least 1, a token's own key, got 0"),
         ({"window": -1}, "window must be at least 1, a token's own key, got -1"),
-        ({"softcap": 0.0}, "softcap must be positive, got 0.0"),
-        ({"softcap": -5.0}, "softcap must be positive, got -5.0"),
+        ({"softcap": 0.0}, "softcap must be positive and finite, got 0.0"),
+        ({"softcap": float("inf")}, "softcap must be positive and finite, got inf"),
         ({"scale": 0.0}, "scale must be positive and finite, got 0.0"),
         ({"scale": float("nan")}, "scale must be positive and finite, got nan"),
         ({"sinks": torch.zeros(5)}, "sinks has num_heads = 5, but q has num_heads = 6"),
@@ -122,6 +123,10 @@ CACHE = torch.zeros(4, 8, NUM_KV_HEADS, DIM)
         ({"seq_lens": ints(9)}, "seq_lens has num_seqs = 1, but page_table has num_seqs = 2"),
         ({"seq_lens": ints(9, 16).long()}, "seq_lens must be one of int32, got torch.int64"),
         ({"page_table": ints(0, 1)}, r"page_table must be \[num_seqs, max_pages\], got shape"),
+        (
+            {"page_table": ints(0, 1, 2, 3).view(2, 2).t()},
+            r"page_table must be contiguous in its last dimension, got strides \(1, 2\)",
+        ),
         ({"page_table": ints(0, 1, device="meta")[:, None]}, "page_table is on meta, expected cpu"),
     ],
     ids=lambda value: value if isinstance(value, str) else ",".join(value),
@@ -162,6 +167,10 @@ def test_head_dims(dim: int) -> None:
         (
             {"keys": paged(k=CACHE[:, :4], v=CACHE[:, :4])},
             "the plan was made for page_size = 8, got 4",
+        ),
+        (
+            {"keys": RaggedKV(CACHE[0], CACHE[0], ints(0, 3, 8))},
+            "the plan was made for packed keys = False, got True",
         ),
         (
             {
