@@ -1,6 +1,7 @@
-"""Merge states: each program merges a tile of rows over all parts of all sources.
+"""Merge states: each program merges a tile of rows over all parts, separate ones or a stack.
 
-A source is a stack of parts behind one pointer; two separate states are two sources of one part.
+Parts are loaded several at a time, all before the first is used: one after the other they would
+wait for memory one after the other.
 """
 
 from __future__ import annotations
@@ -34,13 +35,12 @@ def merge(
     num_tokens, num_heads, head_dim = out.shape
     num_rows = num_tokens * num_heads
     config = select_merge(head_dim)
-    lead = () if stacked else (0,)
     merge_kernel[triton.cdiv(num_rows, config.block_rows),](
         tuple(state.out for state in states),
         tuple(state.lse for state in states),
-        tuple(lead + state.out.stride() for state in states),
-        tuple(lead + state.lse.stride() for state in states),
-        states[0].out.shape[0] if stacked else 1,
+        tuple(state.out.stride() for state in states),
+        tuple(state.lse.stride() for state in states),
+        states[0].out.shape[0] if stacked else 0,
         out,
         lse,
         out.stride(),
@@ -50,6 +50,7 @@ def merge(
         HEAD_DIM=head_dim,
         BLOCK_ROWS=config.block_rows,
         BLOCK_D=triton.next_power_of_2(head_dim),
+        STACKED=stacked,
         num_warps=config.num_warps,
     )
 
@@ -71,13 +72,23 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
     yield "stacked float32 into float16", partial(launch, (17,), 1, 128, single, half)
 
 
+@triton.jit
+def load_part(out_ptr, lse_ptr, strides, lse_strides, tokens, heads, dims, row_mask, dim_mask):
+    """Rows of one part and their LSEs; rows outside are those of the empty state."""
+    row_offsets = tokens * strides[0] + heads * strides[1]
+    offsets = row_offsets[:, None] + (dims * strides[2])[None, :]
+    out = tl.load(out_ptr + offsets, row_mask[:, None] & dim_mask[None, :], other=0.0)
+    lse_offsets = tokens * lse_strides[0] + heads * lse_strides[1]
+    return out, tl.load(lse_ptr + lse_offsets, row_mask, other=float("-inf"))
+
+
 @triton.jit(do_not_specialize=["num_parts", "num_rows", "num_heads"])
 def merge_kernel(
-    outs,  # a tuple of [num_parts, num_tokens, num_heads, head_dim], one for each source
-    lses,  # a tuple of [num_parts, num_tokens, num_heads]
+    outs,  # a tuple of [num_tokens, num_heads, head_dim], or of one [num_parts, ...] if STACKED
+    lses,  # likewise [num_tokens, num_heads]
     outs_strides,
     lses_strides,
-    num_parts,  # of every source
+    num_parts,  # of the stack
     merged_ptr,  # [num_tokens, num_heads, head_dim]
     merged_lse_ptr,  # [num_tokens, num_heads] or None
     merged_strides,
@@ -87,30 +98,48 @@ def merge_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,  # the power of two that holds HEAD_DIM
+    STACKED: tl.constexpr,
+    BATCH: tl.constexpr = 4,  # parts of a stack loaded at a time
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     row_mask = rows < num_rows
     tokens, heads = rows // num_heads, rows % num_heads
     dims = tl.arange(0, BLOCK_D)
-    mask = row_mask[:, None] & (dims < HEAD_DIM)[None, :]
+    dim_mask = dims < HEAD_DIM
 
     state = empty_state(BLOCK_ROWS, BLOCK_D)
-    for source in tl.static_range(len(outs)):
-        strides, lse_strides = outs_strides[source], lses_strides[source]
-        row_offsets = tokens * strides[1] + heads * strides[2]
-        offsets = row_offsets[:, None] + (dims * strides[3])[None, :]
-        lse_offsets = tokens * lse_strides[1] + heads * lse_strides[2]
-        for _ in range(num_parts):
-            lse = tl.load(lses[source] + lse_offsets, row_mask, other=float("-inf"))
-            out = tl.load(outs[source] + offsets, mask, other=0.0)
-            state = merge_part(state, out, lse)
-            offsets += strides[0]
-            lse_offsets += lse_strides[0]
+    if STACKED:
+        strides, lse_strides = outs_strides[0], lses_strides[0]
+        out_ptr, lse_ptr = outs[0], lses[0]
+        for first in range(0, num_parts, BATCH):
+            parts = ()
+            for i in tl.static_range(BATCH):
+                mask = row_mask & (first + i < num_parts)
+                part = load_part(
+                    out_ptr + i * strides[0].to(tl.int64), lse_ptr + i * lse_strides[0],
+                    strides[1:], lse_strides[1:], tokens, heads, dims, mask, dim_mask,
+                )  # fmt: skip
+                parts = parts + (part,)  # noqa: RUF005 (the kernel language has no unpacking)
+            for i in tl.static_range(BATCH):
+                state = merge_part(state, parts[i][0], parts[i][1])
+            out_ptr += BATCH * strides[0].to(tl.int64)
+            lse_ptr += BATCH * lse_strides[0]
+    else:
+        parts = ()
+        for i in tl.static_range(len(outs)):
+            part = load_part(
+                outs[i], lses[i], outs_strides[i], lses_strides[i],
+                tokens, heads, dims, row_mask, dim_mask,
+            )  # fmt: skip
+            parts = parts + (part,)  # noqa: RUF005
+        for i in tl.static_range(len(outs)):
+            state = merge_part(state, parts[i][0], parts[i][1])
     out, lse = finish_merge(state)
 
     tl.debug_barrier()  # in place, another warp may still have to read this LSE
     offsets = (tokens * merged_strides[0] + heads * merged_strides[1])[:, None]
     offsets += (dims * merged_strides[2])[None, :]
+    mask = row_mask[:, None] & dim_mask[None, :]
     tl.store(merged_ptr + offsets, out.to(merged_ptr.dtype.element_ty), mask)
     if merged_lse_ptr is not None:
         lse_offsets = tokens * merged_lse_strides[0] + heads * merged_lse_strides[1]
