@@ -189,6 +189,7 @@ def _attend_triton(
     queries: Queries, keys: KeySource, options: Options, plan: Plan | None
 ) -> AttentionState:
     from anabranch.kernels.triton import attend as kernel
+    from anabranch.kernels.triton.boxes import boxes_of
     from anabranch.kernels.triton.merge_tree import Parts
     from anabranch.kernels.triton.runtime import require_triton_device
 
@@ -209,7 +210,7 @@ def _attend_triton(
         table = keys.page_table
     else:
         rows = keys.k.shape[1] if isinstance(keys, DenseKV) else 1
-        boxes = kernel.boxes_of(k, v, rows, keys.k.shape[0], plan.constants)
+        boxes = boxes_of(k, v, rows, keys.k.shape[0], plan.constants)
     kernel.attend(
         q,
         k,

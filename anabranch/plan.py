@@ -12,6 +12,7 @@ from anabranch.kernels.config import (
     AttendConfig,
     AttendConstants,
     attend_constants,
+    fit_shared_memory,
     select_attend,
 )
 from anabranch.keys import DenseKV, KeySource, PagedKV, RaggedKV
@@ -114,13 +115,17 @@ def plan_queries(
     q = queries.packed
     num_tokens, num_heads, head_dim_k = q.shape
     group = num_heads // keys.k.shape[-2]
-    config = config or select_attend(
-        rows_per_seq=num_tokens * group / max(keys.num_seqs, 1),
-        num_pairs=INVARIANT_PAIRS if fixed_parts else keys.num_seqs * keys.k.shape[-2],
-        head_dim_k=head_dim_k,
-        head_dim_v=keys.v.shape[-1],
-        itemsize=q.element_size(),
-    )
+    shape = (head_dim_k, keys.v.shape[-1], q.element_size())
+    if config is None:
+        config = select_attend(
+            rows_per_seq=num_tokens * group / max(keys.num_seqs, 1),
+            num_pairs=INVARIANT_PAIRS if fixed_parts else keys.num_seqs * keys.k.shape[-2],
+            head_dim_k=shape[0],
+            head_dim_v=shape[1],
+            itemsize=shape[2],
+        )
+        per_program, per_sm = shared_memory(q.device)
+        config = fit_shared_memory(config, *shape, per_program=per_program, per_sm=per_sm)
     constants = attend_constants(
         config,
         causal=causal,
@@ -210,8 +215,22 @@ def num_sms(device: torch.device) -> int:
     """Processors of a GPU; a few for the interpreter on the CPU."""
     if device.type == "cpu":
         return INTERPRETER_SMS
-    query = cast("Any", torch.cuda.get_device_properties)  # pyright: ignore
-    return query(device).multi_processor_count
+    return _properties(device).multi_processor_count
+
+
+@cache
+def shared_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes that one program, and all programs of a processor, may use."""
+    if device.type == "cpu":
+        return 1 << 30, 1 << 30
+    properties = _properties(device)
+    usual = properties.shared_memory_per_block
+    per_program = getattr(properties, "shared_memory_per_block_optin", 0) or usual
+    return per_program, properties.shared_memory_per_multiprocessor
+
+
+def _properties(device: torch.device) -> Any:
+    return cast("Any", torch.cuda.get_device_properties)(device)  # pyright: ignore
 
 
 def check_masks(*, causal: bool, window: int | None, tree_mask: torch.Tensor | None) -> None:

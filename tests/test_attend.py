@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import AttentionState, DenseKV, PagedKV, Plan, RaggedKV, attend, make_plan, merge
-from anabranch.kernels.config import AttendConfig
-from anabranch.kernels.triton.attend import every_config
+from anabranch.kernels.config import AttendConfig, every_attend_config
 from anabranch.keys import KeySource
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -33,7 +32,7 @@ LONG = AttendConfig(64, 16, 4, 2, 1, merge_rows=16)  # full tiles, then masked o
 DEEP = AttendConfig(16, 16, 4, 2, 4, fan_in=2, merge_batch=1, block_price=1)
 NARROW = AttendConfig(16, 16, 4, 2, 4, keys_first=True, merge_rows=2, merge_batch=3, block_price=0)
 CONFIGS = [SHORT, LONG, DEEP, NARROW]
-SELECTED = every_config()
+SELECTED = every_attend_config()
 
 
 def tiles(value: AttendConfig | str) -> str:
@@ -138,7 +137,8 @@ def test_configurations(config: AttendConfig, source: str, device: str) -> None:
     lengths = {"q_lens": (1, 9, 0, 2), "k_lens": (150, 63, 3, 0)}
     case = Case(source=source, dims=(16, 32), dtype=HALF, group=4, device=device, **lengths)
     if device == "cuda" and config in SELECTED:  # as wide and as long as it can be
-        _, _, dims, dtype = SELECTED[config]
+        _, _, dims, itemsize = SELECTED[config]
+        dtype = BRAIN if itemsize == 2 else SINGLE
         case = replace(case, q_lens=(1, 70, 0, 2), dims=dims, dtype=dtype)
     check(case, config=config)
 

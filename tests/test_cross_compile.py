@@ -26,11 +26,9 @@ SPILLS = {
         "prefill": 256,
         "prefill 256/256 bfloat16": 448,  # an accumulator of 128 x 256 leaves no registers
         "prefill with window": 512,
-        "decode 128/128 bfloat16, 8 rows, 1024 pairs": 16,  # held to 128 registers, for 4 workers
     },
     **{(ATTEND, target): {"": 1 << 14} for target in ("sm_80", "sm_100", "gfx942")},
 }
-TOO_LARGE = {(ATTEND, "gfx942")}  # three stages of 64 keys exceed 64 KiB of shared memory
 # The widths, in bytes, of all global loads of a case: values 16, LSEs 4.
 LOADS = {
     "anabranch.kernels.triton.merge": {
@@ -77,8 +75,7 @@ def test_kernels_fit(module: str, target: str, tmp_path: Path) -> None:
     for case in cases:
         assert case["spills"] <= allowed_spills(module, target, case["case"]), case
         assert 0 < case["registers"] <= limits.registers, case
-        if (module, target) not in TOO_LARGE:
-            assert case["shared_bytes"] <= limits.shared_bytes, case
+        assert case["shared_bytes"] <= limits.shared_bytes, case
     widths = {case["case"]: set(case["load_bytes"]) for case in cases}
     for name, expected in LOADS.get(module, {}).items():
         assert widths[name] == expected, name

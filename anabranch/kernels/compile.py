@@ -1,7 +1,8 @@
 """Kernels compiled ahead of time for GPUs that are not here, and what they need there.
 
-A kernel module lists its launches in `compile_cases()`: a name, and a call of its launcher on meta
-tensors. Recorded instead of run, a launch says exactly what Triton is to compile.
+A kernel module lists its launches in `compile_cases(shared_bytes)`, for a GPU with that much shared
+memory: a name, and a call of its launcher on meta tensors. Recorded instead of run, a launch says
+exactly what Triton is to compile.
 
     python -m anabranch.kernels.compile anabranch.kernels.triton.merge sm_90 [prefix of a case]
 """
@@ -133,7 +134,7 @@ def _cubin_usage(cubin: bytes, kernel: str) -> tuple[int, int, int]:
 
 def measure(module: str, target: Target, prefix: str = "") -> Iterator[tuple[str, Resources]]:
     """Compile the cases of a kernel module whose name begins with `prefix` for one target."""
-    for name, call in import_module(module).compile_cases():
+    for name, call in import_module(module).compile_cases(target.shared_bytes):
         if name.startswith(prefix):
             for launch in record(call):
                 yield name, resources(compile_launch(launch, target))

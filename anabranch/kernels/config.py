@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 
 
 def _power_of_two(size: int) -> int:
@@ -124,6 +125,36 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
 
 
+def shared_bytes(config: AttendConfig, head_dim_k: int, head_dim_v: int, itemsize: int) -> int:
+    """Shared memory of one program: tiles under way, queries, weights, a little for barriers."""
+    dim_k = sum(split_head_dim(head_dim_k))
+    tiles = config.num_stages * config.block_n * (dim_k + max(16, _power_of_two(head_dim_v)))
+    weights = config.block_m * config.block_n if config.keys_first else 0
+    return itemsize * (tiles + config.block_m * dim_k + weights) + 1536
+
+
+def fit_shared_memory(
+    config: AttendConfig,
+    head_dim_k: int,
+    head_dim_v: int,
+    itemsize: int,
+    *,
+    per_program: int,
+    per_sm: int,
+) -> AttendConfig:
+    """The configuration with fewer stages, shorter tiles and fewer workers, as a GPU needs it."""
+    shape = (head_dim_k, head_dim_v, itemsize)
+    while shared_bytes(config, *shape) > per_program:
+        if config.num_stages > 2:
+            config = replace(config, num_stages=config.num_stages - 1)
+        elif config.block_n > 16:
+            config = replace(config, block_n=config.block_n // 2)
+        else:
+            break
+    workers = min(config.workers_per_sm, per_sm // shared_bytes(config, *shape))
+    return replace(config, workers_per_sm=max(workers, 1))
+
+
 def select_attend(
     *, rows_per_seq: float, num_pairs: int, head_dim_k: int, head_dim_v: int, itemsize: int
 ) -> AttendConfig:
@@ -150,7 +181,7 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
     few_rows = {"merge_rows": 4, "merge_batch": 8}
     merge = few_rows if rows_per_seq <= 4 else {"merge_rows": 16, "merge_batch": 4}
     if head_dim > 128:
-        return config(32, 4, 3, 2, **merge)
+        return config(32, 4, 3, 2 if rows == 16 else 1, **merge)
     if num_pairs <= 32 and rows == 16:  # 1 x 8192: 18.0 against 22.3 in tiles of 64 keys
         return config(128, 4, 3, 1, **merge)
     if num_pairs <= 32:  # 8 tokens, 1 x 32768: 48 against 59
@@ -172,3 +203,24 @@ def _select_long(rows_per_seq: float, head_dim: int) -> AttendConfig:
     if rows_per_seq >= 16384:  # 1 x 8192: 1210 against 1295 in tiles of 64 x 64
         return AttendConfig(128, 128, 8, 3, 1, merge_rows=32, merge_batch=2, block_price=4)
     return AttendConfig(64, 64, 4, 2, 2, merge_rows=16, merge_batch=2, block_price=3)
+
+
+def every_attend_config() -> dict[AttendConfig, tuple[float, int, tuple[int, int], int]]:
+    """Each configuration, and the widest call that selects it: rows, pairs, head dims, itemsize."""
+    calls = product(
+        (4.0, 8.0, 32.0, 64.0, 1024.0, 32768.0),
+        (8, 64, 1024),
+        ((64, 64), (128, 128), (192, 128), (256, 256)),
+        (2, 4),
+    )
+    configs: dict[AttendConfig, tuple[float, int, tuple[int, int], int]] = {}
+    for rows, pairs, dims, itemsize in calls:
+        config = select_attend(
+            rows_per_seq=rows,
+            num_pairs=pairs,
+            head_dim_k=dims[0],
+            head_dim_v=dims[1],
+            itemsize=itemsize,
+        )
+        configs[config] = (rows, pairs, dims, itemsize)
+    return configs

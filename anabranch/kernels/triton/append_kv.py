@@ -43,7 +43,7 @@ def append_kv(
     )
 
 
-def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches on meta tensors that cover widths, dtypes, cache layouts and kinds of slots."""
     half, single = torch.bfloat16, torch.float32
 

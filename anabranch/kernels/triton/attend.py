@@ -10,37 +10,23 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, partial
-from itertools import product
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from anabranch.kernels.config import (
     AttendConfig,
     AttendConstants,
     attend_constants,
-    select_attend,
+    every_attend_config,
+    fit_shared_memory,
 )
-from anabranch.kernels.triton.addressing import (
-    Pages,
-    Rows,
-    dim_ptrs,
-    key_offsets,
-    load_pages,
-    load_rows,
-)
-from anabranch.kernels.triton.masks import seen_by_all, visible
+from anabranch.kernels.triton.addressing import Pages, Rows
+from anabranch.kernels.triton.boxes import Boxes, boxes_of
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
-from anabranch.kernels.triton.online_softmax import (
-    LOG2_E,
-    empty_state,
-    finish_state,
-    sink_state,
-    update_state,
-)
+from anabranch.kernels.triton.online_softmax import empty_state, finish_state
 from anabranch.kernels.triton.output import write_rows
 from anabranch.kernels.triton.schedule import (
     part_of,
@@ -49,6 +35,7 @@ from anabranch.kernels.triton.schedule import (
     read_worker,
     units_of,
 )
+from anabranch.kernels.triton.tiles import attend_pair
 
 
 class Rules(NamedTuple):
@@ -58,40 +45,6 @@ class Rules(NamedTuple):
     softcap: float | None
     window: int | None
     tree: torch.Tensor | None  # uint8 [num_tokens, tree_width]
-
-
-class Boxes(NamedTuple):
-    """Contiguous keys as the tensor memory accelerator takes them: 2D, a row for each key."""
-
-    k: TensorDescriptor  # boxes [block_n, dk_main] of [rows, heads and dims]
-    k_rest: TensorDescriptor  # boxes [block_n, dk_rest]; those of k again without a rest
-    v: TensorDescriptor  # boxes [block_n, block_dv]
-
-
-def boxes_of(
-    k: Pages, v: Pages, rows: int, origins: int, constants: AttendConstants
-) -> Boxes | None:
-    """Descriptors of contiguous keys, or None where the accelerator cannot take them.
-
-    `origins` sequences (or, packed, keys) begin `rows` rows apart.
-    """
-    c = constants
-    exact = c.head_dim_k == c.dk_main + c.dk_rest and c.head_dim_v == c.block_dv
-    if not exact or c.block_m < 64 or k.ptr.element_size() != 2:
-        return None
-    for pages in (k, v):
-        aligned = pages.ptr.data_ptr() % 16 == 0 and pages.key % 8 == 0 and pages.head % 8 == 0
-        if not aligned or pages.dim != 1 or pages.page != pages.key * rows:
-            return None
-    def box(pages: Pages, dim: int, width: int) -> TensorDescriptor:
-        shape = [origins * rows, (c.num_kv_heads - 1) * pages.head + dim]
-        return TensorDescriptor(pages.ptr, shape, [pages.key, 1], [c.block_n, width])
-
-    return Boxes(
-        box(k, c.head_dim_k, c.dk_main),
-        box(k, c.head_dim_k, c.dk_rest or c.dk_main),
-        box(v, c.head_dim_v, c.block_dv),
-    )
 
 
 def attend(
@@ -135,188 +88,6 @@ def with_page_strides(
 ) -> AttendConstants:
     """The constants for a paged cache with these strides."""
     return replace(constants, page_strides=strides)
-
-
-@triton.jit
-def capped(scores, scale, softcap):
-    """Natural logits softcap * tanh(scores * scale / softcap); tanh(x) = 1 - 2 / (e^2x + 1)."""
-    return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap)) + 1.0))
-
-
-@triton.jit
-def score(q, k, scores, KEYS_FIRST: tl.constexpr):
-    """scores + q k^T [ROWS, KEYS], or its transpose with KEYS_FIRST."""
-    if KEYS_FIRST:
-        return tl.dot(k, tl.trans(q), scores, input_precision="ieee")
-    else:
-        return tl.dot(q, tl.trans(k), scores, input_precision="ieee")
-
-
-@triton.jit
-def attend_tiles(
-    state,
-    q,  # [block_m, dk_main] and [block_m, dk_rest]
-    tokens,  # [block_m], counted in the sequence
-    tree_rows,  # pointers [block_m] or None
-    tile,
-    stop,
-    pair,  # origin, q_len, seq_len, kv_head
-    k,
-    v,
-    k_box,
-    k_rest_box,
-    v_box,
-    table_ptr,
-    table_stride,
-    rules,
-    tree_width,
-    C: tl.constexpr,
-    MASKED: tl.constexpr,
-    BOXED: tl.constexpr,
-):
-    """Attend to the tiles [tile, stop); without MASKED every token sees all of their keys.
-
-    BOXED tiles lie wholly inside the sequence, and the tensor memory accelerator copies them.
-    """
-    origin, q_len, seq_len, kv_head = pair
-    k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
-    k_ptrs = dim_ptrs(k_ptr, k.dim, 0, C.dk_main)
-    rest_ptrs = k_ptrs  # unused without a rest
-    if C.dk_rest > 0:
-        rest_ptrs = dim_ptrs(k_ptr, k.dim, C.dk_main, C.dk_rest)
-    v_ptrs = dim_ptrs(v.ptr + kv_head.to(tl.int64) * v.head, v.dim, 0, C.block_dv)
-    if C.page_strides is not None:
-        k_page, k_key = C.page_strides[0], C.page_strides[1]
-        v_page, v_key = C.page_strides[2], C.page_strides[3]
-    else:
-        k_page, k_key, v_page, v_key = k.page, k.key, v.page, v.key
-    box_row = origin * (k.page // k.key)
-    # Keys behind the last one read it again, masked: a clamp costs less than a masked copy.
-    keys = tile * C.block_n + tl.arange(0, C.block_n)
-    pages = load_pages(tl.minimum(keys, seq_len - 1), origin, table_ptr, table_stride, C.page_size)
-    for index in tl.range(tile, stop):
-        keys = index * C.block_n + tl.arange(0, C.block_n)
-        if BOXED:
-            tile_k = k_box.load([box_row + index * C.block_n, kv_head * k.head])
-        else:
-            safe_keys = tl.minimum(keys, seq_len - 1)
-            offsets = key_offsets(safe_keys, pages, k_page, k_key, table_ptr, C.page_size)
-            tile_k = load_rows(k_ptrs, offsets, 0, C.dk_main, C.head_dim_k)
-        scores = score(q[0], tile_k, None, C.keys_first)
-        if C.dk_rest > 0:
-            if BOXED:
-                column = kv_head * k.head + C.dk_main
-                tile_k = k_rest_box.load([box_row + index * C.block_n, column])
-            else:
-                tile_k = load_rows(rest_ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
-            scores = score(q[1], tile_k, scores, C.keys_first)
-        scale = rules.scale
-        if rules.softcap is not None:
-            scores = capped(scores, rules.scale, rules.softcap)
-            scale = LOG2_E
-        if MASKED:
-            if C.keys_first:
-                key_side, token_side, tree_side = keys[:, None], tokens[None, :], tree_rows
-                if tree_rows is not None:
-                    tree_side = tree_rows[None, :]
-            else:
-                key_side, token_side, tree_side = keys[None, :], tokens[:, None], tree_rows
-                if tree_rows is not None:
-                    tree_side = tree_rows[:, None]
-            seen = visible(
-                token_side, key_side, q_len, seq_len, rules.window, tree_side, tree_width, C.causal
-            )
-            scores = tl.where(seen, scores, float("-inf"))
-        if BOXED:
-            tile_v = v_box.load([box_row + index * C.block_n, kv_head * v.head])
-        else:
-            offsets = key_offsets(safe_keys, pages, v_page, v_key, table_ptr, C.page_size)
-            tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
-            # The next tile's pages are on their way while this tile is attended to.
-            next_keys = tl.minimum(keys + C.block_n, seq_len - 1)
-            pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
-        state = update_state(state, scores, scale, tile_v, C.keys_first)
-    return state
-
-
-@triton.jit
-def attend_pair(
-    q,  # Rows
-    block,  # first_row, q_start
-    pair,  # origin, q_len, seq_len, kv_head
-    tile,
-    stop,
-    is_first,  # whether this is the first part of the pair, which also holds the sink
-    k,
-    v,
-    k_box,
-    k_rest_box,
-    v_box,
-    table_ptr,
-    table_stride,
-    rules,
-    tree_width,
-    sinks_ptr,
-    C: tl.constexpr,
-):
-    """The state of one block of rows over the tiles [tile, stop) of one kv head."""
-    first_row, q_start = block
-    _, q_len, seq_len, kv_head = pair
-    rows = first_row + tl.arange(0, C.block_m)
-    row_mask = rows < q_len * C.group
-    tokens = rows // C.group
-    heads = kv_head * C.group + rows % C.group
-    offsets = (q_start + tokens).to(tl.int64) * q.token + heads * q.head
-    offsets = tl.where(row_mask, offsets, 0)  # rows of nobody read a row and are never written
-    q_main = load_rows(dim_ptrs(q.ptr, q.dim, 0, C.dk_main), offsets, 0, C.dk_main, C.head_dim_k)
-    q_rest = q_main  # unused without a rest
-    if C.dk_rest > 0:
-        ptrs = dim_ptrs(q.ptr, q.dim, C.dk_main, C.dk_rest)
-        q_rest = load_rows(ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
-    tree_rows = None
-    if rules.tree is not None:  # rows that are never written read their sequence's first
-        tree_rows = rules.tree + (q_start + tl.where(row_mask, tokens, 0)).to(tl.int64) * tree_width
-    peak, total, acc = empty_state(C.block_m, C.block_dv)
-    if sinks_ptr is not None:
-        logits = tl.load(sinks_ptr + heads, row_mask & is_first, other=float("-inf"))
-        peak, total = sink_state(logits.to(tl.float32))
-    if C.keys_first:
-        first_key = tl.arange(0, C.block_n)[:, None] == 0
-        total = tl.where(first_key, total[None, :], 0.0)
-        acc = tl.trans(acc)
-    state = (peak, total, acc)
-
-    if C.block_m >= 64:  # a short block waits for memory and has time to mask every tile
-        last_token = (tl.minimum(first_row + C.block_m, q_len * C.group) - 1) // C.group
-        start, end = seen_by_all(
-            first_row // C.group, last_token, q_len, seq_len, rules.window, rules.tree, C.causal
-        )
-        if rules.window is not None:
-            full_start = tl.minimum(tl.maximum(tl.cdiv(start, C.block_n), tile), stop)
-            if tile < full_start:
-                state = attend_tiles(
-                    state, (q_main, q_rest), tokens, tree_rows, tile, full_start, pair, k, v, k_box,
-                    k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
-                )  # fmt: skip
-            tile = full_start
-        full_stop = tl.minimum(tl.maximum(end // C.block_n, tile), stop)
-        if tile < full_stop:
-            state = attend_tiles(
-                state, (q_main, q_rest), tokens, tree_rows, tile, full_stop, pair, k, v, k_box,
-                k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, False,
-                k_box is not None,
-            )  # fmt: skip
-        tile = full_stop
-    if tile < stop:
-        state = attend_tiles(
-            state, (q_main, q_rest), tokens, tree_rows, tile, stop, pair, k, v, k_box,
-            k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
-        )  # fmt: skip
-    peak, total, acc = state
-    if C.keys_first:
-        total = tl.sum(total, 0)
-        acc = tl.trans(acc)
-    return peak, total, acc
 
 
 @triton.jit(do_not_specialize=["table_stride", "tree_width"])
@@ -390,28 +161,7 @@ def attend_kernel(
                 write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
 
 
-def every_config() -> dict[AttendConfig, tuple[float, int, tuple[int, int], torch.dtype]]:
-    """Each configuration, and the widest call that selects it: rows, pairs, head dims, dtype."""
-    calls = product(
-        (4.0, 8.0, 32.0, 64.0, 1024.0, 32768.0),
-        (8, 64, 1024),
-        ((64, 64), (128, 128), (192, 128), (256, 256)),
-        (torch.bfloat16, torch.float32),
-    )
-    configs = {}
-    for rows, pairs, dims, dtype in calls:
-        config = select_attend(
-            rows_per_seq=rows,
-            num_pairs=pairs,
-            head_dim_k=dims[0],
-            head_dim_v=dims[1],
-            itemsize=dtype.itemsize,
-        )
-        configs[config] = (rows, pairs, dims, dtype)
-    return configs
-
-
-def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def compile_cases(shared_memory: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches on meta tensors: every configuration, and the options that change the code."""
     plain, every_rule = Rules(0.1, None, None, None), Rules(0.1, 30.0, 100, None)
 
@@ -455,7 +205,11 @@ def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
         )
 
     short = long = None
-    for config, (rows, pairs, dims, dtype) in every_config().items():
+    for config, (rows, pairs, dims, itemsize) in every_attend_config().items():
+        config = fit_shared_memory(  # noqa: PLW2901
+            config, *dims, itemsize, per_program=shared_memory, per_sm=shared_memory
+        )
+        dtype = torch.bfloat16 if itemsize == 2 else torch.float32
         kind = "decode" if config.keys_first else "prefill"
         name = f"{kind} {dims[0]}/{dims[1]} {str(dtype)[6:]}, {rows:g} rows, {pairs} pairs"
         yield name, partial(launch, config, dims, dtype, plain)

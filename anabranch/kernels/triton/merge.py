@@ -55,7 +55,7 @@ def merge(
     )
 
 
-def compile_cases() -> Iterator[tuple[str, Callable[[], object]]]:
+def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches on meta tensors that cover the configurations, sources and dtypes."""
     half, single = torch.float16, torch.float32
 

@@ -11,8 +11,10 @@ def write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C
     heads = kv_head * C.group + rows % C.group
     dims = tl.arange(0, C.block_dv)
     inside = rows < num_rows
-    offsets = tokens * out_rows.token + heads * out_rows.head
+    offsets = tokens * out_rows.token + heads.to(tl.int64) * out_rows.head
     ptrs = out_rows.ptr + offsets[:, None] + (dims * out_rows.dim)[None, :]
     mask = inside[:, None] & (dims < C.head_dim_v)[None, :]
     tl.store(ptrs, out.to(out_rows.ptr.dtype.element_ty), mask)
-    tl.store(lse_rows.ptr + tokens * lse_rows.token + heads * lse_rows.head, lse, inside)
+    tl.store(
+        lse_rows.ptr + tokens * lse_rows.token + heads.to(tl.int64) * lse_rows.head, lse, inside
+    )
