@@ -170,8 +170,8 @@ def select_attend(
     if rows_per_seq <= 32:
         return _select_short(16 if rows_per_seq <= 16 else 32, rows_per_seq, num_pairs, head_dim)
     if rows_per_seq <= 64:
-        workers = 2 if head_dim <= 128 else 1
-        return AttendConfig(64, 64, 4, 2, workers, merge_rows=16, merge_batch=4)
+        warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
+        return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
     return _select_long(rows_per_seq, head_dim)
 
 
