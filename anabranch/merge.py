@@ -71,11 +71,12 @@ def merge(
     decides, then the device and what is available. Not differentiable.
     """
     plain = dim is None and out is None and out_dtype is None and with_lse
-    if plain and states and not torch.compiler.is_compiling() and states[0].out.is_cuda:
+    if plain and _on_gpu(states) and not torch.compiler.is_compiling():
         shortcut = load_shortcut(impl, states[0].out.device)
         if shortcut is not None and (merged := shortcut(states)) is not None:
             return merged
 
+    _check_types(states)
     stacked = dim is not None
     if stacked:
         states = (_parts_first(states, dim),)
@@ -97,6 +98,16 @@ def merge(
         out = AttentionState(merged, states[0].lse.new_empty(shape[:-1]))
     _launch_any_rank(launch, states, stacked, out, with_lse)
     return out if with_lse else out.out
+
+
+def _on_gpu(states: tuple[AttentionState, ...]) -> bool:
+    return bool(states) and type(states[0]) is AttentionState and states[0].out.is_cuda
+
+
+def _check_types(states: tuple[object, ...]) -> None:
+    for i, state in enumerate(states):
+        if not isinstance(state, AttentionState):
+            raise ValueError(f"states[{i}] must be an AttentionState, got {type(state).__name__}")
 
 
 def _parts_first(states: tuple[AttentionState, ...], dim: int) -> AttentionState:

@@ -44,7 +44,8 @@ def merge_stacked(stacked: AttentionState) -> AttentionState:
     """The definition of the merge, over dimension 0, in float32 or wider.
 
     A pivot keeps the exponentials finite; where every part is empty it is 0, so that the
-    weights are exp(-inf) = 0 rather than exp(-inf + inf) = nan.
+    weights are exp(-inf) = 0 rather than exp(-inf + inf) = nan. An LSE of NaN or +inf, which no
+    state has, gives NaN.
     """
     out, lse = stacked
     wide = torch.promote_types(out.dtype, torch.float32)
@@ -52,6 +53,6 @@ def merge_stacked(stacked: AttentionState) -> AttentionState:
     pivot = torch.where(peak == -torch.inf, 0.0, peak)
     weights = torch.exp(lse - pivot)
     total = weights.sum(0)
-    share = torch.where(total > 0, weights / total, 0.0)
+    share = torch.where(total == 0, 0.0, weights / total)
     merged = (share.unsqueeze(-1).to(wide) * out.to(wide)).sum(0)
     return AttentionState(merged, pivot + torch.log(total))

@@ -12,6 +12,7 @@ from states import double, laid_out, random_state, stack, torch_merge
 from tolerance import assert_state_close
 
 from anabranch import AttentionState, merge
+from anabranch.state import merge_stacked
 
 GPU = pytest.mark.gpu
 ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
@@ -258,6 +259,20 @@ def test_empty_rows(impl: str, device: str, dtype: torch.dtype) -> None:
     assert torch.equal(merged.lse[one], torch.maximum(a.lse, b.lse)[one])
     assert not merged.out[both].count_nonzero()
     assert merged.lse[both].isneginf().all()
+
+
+@every_implementation
+def test_values_that_no_state_has(impl: str, device: str) -> None:
+    """NaN and +inf reach the result, in the same places as in the definition."""
+    lses = torch.tensor([-torch.inf, torch.inf, torch.nan, -200.0, 0.0, 3.0])
+    pairs = torch.cartesian_prod(lses, lses).T[..., None].contiguous().to(device)
+    outs = torch.randn(*pairs.shape, 16, device=device)
+    parts = [AttentionState(out, lse) for out, lse in zip(outs, pairs, strict=True)]
+    merged, expected = merge(*parts, impl=impl), merge_stacked(stack(parts))
+    for actual, wanted in zip(merged, expected, strict=True):
+        assert torch.equal(actual.isnan(), wanted.isnan())
+    assert merged.out.isnan().any()
+    assert not merged.out.isnan().all()
 
 
 @GPU

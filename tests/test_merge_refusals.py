@@ -31,6 +31,8 @@ def overlapping() -> AttentionState:
 META = torch.device("meta")
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "no state": (merge, "at least one state"),
+    "a tensor": (lambda: merge(A, B.out), r"states\[1\] must be an AttentionState, got Tensor"),
+    "a plain pair": (lambda: merge(tuple(A), B), r"states\[0\] .* AttentionState, got tuple"),
     "shapes of out": (
         lambda: merge(A, AttentionState(B.out[:2], B.lse[:2])),
         r"states\[1\].out has shape \(2, 3, 8\), states\[0\].out has \(4, 3, 8\)",

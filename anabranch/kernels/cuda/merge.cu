@@ -154,13 +154,13 @@ __device__ float pivot_of(float peak) {
 }
 
 // The total of the weights, inverted to turn them into shares: the largest weight is 1, so it lies
-// between 1 and num_parts and one Newton step is as good as a division. A total of 0 or NaN gives
-// shares of 0, as in the definition.
+// between 1 and num_parts and one Newton step is as good as a division. A total of 0 gives shares
+// of 0, and NaN gives NaN, as in the definition.
 struct Total {
   float inverse;
   bool valid;
 
-  __device__ explicit Total(float total) : valid(total > 0.0f) {
+  __device__ explicit Total(float total) : valid(total != 0.0f) {
     const float guess = __fdividef(1.0f, total);
     inverse = fmaf(guess, fmaf(-total, guess, 1.0f), guess);
   }
