@@ -16,12 +16,13 @@ from anabranch.plan import (
     Plan,
     Queries,
     check_masks,
+    check_queries,
     max_keys,
     pack_queries,
     plan_from,
     plan_queries,
 )
-from anabranch.shapes import Sizes, check_device, check_dtype
+from anabranch.shapes import check_device, check_dtype
 from anabranch.state import AttentionState
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 IMPLEMENTATIONS = ("torch", "triton")
 ENVIRONMENT_VARIABLE = "ANABRANCH_ATTEND"
-MAX_HEAD_DIM = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,20 +99,7 @@ def _scale(q: torch.Tensor, scale: float | None) -> float:
 
 
 def _check(q: torch.Tensor, keys: KeySource, options: Options, plan: Plan | None) -> None:
-    sizes = Sizes()
-    sizes.match("q", q, "num_tokens num_heads head_dim_k")
-    check_dtype("q", q, FLOATS)
-    check_dtype("k", keys.k, (q.dtype,))
-    check_device("k", keys.k, q.device)
-    sizes.bind("head_dim_k", keys.k.shape[-1], "k")
-    num_kv_heads = keys.k.shape[-2]
-    if not num_kv_heads or sizes["num_heads"] % num_kv_heads:
-        raise ValueError(
-            f"q has {sizes['num_heads']} heads, not a multiple of the {num_kv_heads} of the keys"
-        )
-    for name, dim in (("k", keys.k.shape[-1]), ("v", keys.v.shape[-1])):
-        if not 1 <= dim <= MAX_HEAD_DIM:
-            raise ValueError(f"{name} must have a head dim from 1 to {MAX_HEAD_DIM}, got {dim}")
+    sizes = check_queries(q, keys)
     if options.softcap is not None and not 0 < options.softcap < math.inf:
         raise ValueError(f"softcap must be positive and finite, got {options.softcap}")
     check_masks(causal=options.causal, window=options.window, tree_mask=options.tree_mask)
@@ -124,8 +111,10 @@ def _check(q: torch.Tensor, keys: KeySource, options: Options, plan: Plan | None
         sizes.match("tree_mask", options.tree_mask, "num_tokens tree_width")
         check_dtype("tree_mask", options.tree_mask, (torch.bool,))
         check_device("tree_mask", options.tree_mask, q.device)
-    if q.requires_grad and torch.is_grad_enabled():
-        raise ValueError("q requires grad; attend is for inference, detach it")
+    given = {"q": q, "k": keys.k, "v": keys.v, "sinks": options.sinks}
+    for name, tensor in given.items():
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad; attend is for inference, detach it")
     if plan is not None:
         _check_plan(q, keys, options, plan)
 
@@ -136,6 +125,7 @@ def _check_plan(q: torch.Tensor, keys: KeySource, options: Options, plan: Plan) 
         ("num_tokens", plan.num_tokens, q.shape[0]),
         ("num_seqs", plan.num_seqs, keys.num_seqs),
         ("packed keys", plan.packed, isinstance(keys, RaggedKV)),
+        ("itemsize", plan.itemsize, q.element_size()),
         ("window", plan.window, options.window),
         ("causal", constants.causal, options.causal and options.tree_mask is None),
         ("num_heads", constants.group * constants.num_kv_heads, q.shape[1]),
@@ -260,7 +250,8 @@ def check_lengths(queries: Queries, keys: KeySource) -> None:
         _check_ascending("cu_seqlens", bounds)
         if bounds[0] < 0 or bounds[-1] > keys.k.shape[0]:
             raise ValueError(
-                f"cu_seqlens ends at {bounds[-1]}, but there are {keys.k.shape[0]} keys"
+                f"cu_seqlens must run from 0 or more to at most num_keys = {keys.k.shape[0]}, "
+                f"got {bounds[0]} to {bounds[-1]}"
             )
         return
     if keys.seq_lens is None:

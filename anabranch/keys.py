@@ -90,6 +90,8 @@ class PagedKV:
         sizes = _check_pair(self.k, self.v, "num_pages page_size")
         for argument in ("page_table", "seq_lens"):
             _check_index(argument, getattr(self, argument), self.k)
+        if not self.page_size:
+            raise ValueError(f"a page must hold at least one key, got k {tuple(self.k.shape)}")
         sizes.match("page_table", self.page_table, "num_seqs max_pages")
         sizes.match("seq_lens", self.seq_lens, "num_seqs")
 

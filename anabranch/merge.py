@@ -144,8 +144,8 @@ def _check(states: tuple[AttentionState, ...], stacked: bool) -> None:
             raise ValueError(f"states[{i}].out is on {part.device}, expected {device}")
         if lse.device != device:
             raise ValueError(f"states[{i}].lse is on {lse.device}, expected {device}")
-        if part.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"states[{i}].out requires grad; merge is for inference, detach it")
+        if (part.requires_grad or lse.requires_grad) and torch.is_grad_enabled():
+            raise ValueError(f"states[{i}] requires grad; merge is for inference, detach it")
     check_dtype("states[0].out", first, FLOATS)
     if stacked and not shape[0]:
         raise ValueError(f"a stacked state needs at least one part, got shape {tuple(shape)}")

@@ -15,13 +15,14 @@ from anabranch.kernels.config import (
     fit_shared_memory,
     select_attend,
 )
-from anabranch.keys import DenseKV, KeySource, PagedKV, RaggedKV
-from anabranch.shapes import check_device, check_dtype
+from anabranch.keys import FLOATS, DenseKV, KeySource, PagedKV, RaggedKV
+from anabranch.shapes import Sizes, check_device, check_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
+MAX_HEAD_DIM = 256
 INTERPRETER_SMS = 3  # few, so that small tests have pairs that cross workers
 
 
@@ -44,11 +45,12 @@ class Plan:
     num_tokens: int
     num_seqs: int
     packed: bool  # keys are a RaggedKV
+    itemsize: int  # bytes of an element of q, k and v
     window: int | None
 
     def static(self) -> list[int]:
         """All that is not a tensor, as integers; `plan_from` reads them back."""
-        sizes = (self.num_tokens, self.num_seqs, self.packed, self.window or 0)
+        sizes = (self.num_tokens, self.num_seqs, self.packed, self.itemsize, self.window or 0)
         tail = (self.num_warps, self.num_stages, self.max_registers or 0, *map(int, sizes))
         return [*map(int, astuple(self.constants)[:-1]), *tail]
 
@@ -56,7 +58,8 @@ class Plan:
 def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
     """A plan from what an operator's arguments can carry."""
     count = len(fields(AttendConstants)) - 1  # page strides come with the keys
-    num_warps, num_stages, max_registers, num_tokens, num_seqs, packed, window = static[count:]
+    num_warps, num_stages, max_registers, *sizes = static[count:]
+    num_tokens, num_seqs, packed, itemsize, window = sizes
     schedule, outs, lses, counters = tensors
     return Plan(
         schedule,
@@ -70,6 +73,7 @@ def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
         num_tokens,
         num_seqs,
         bool(packed),
+        itemsize,
         window or None,
     )
 
@@ -92,8 +96,10 @@ def make_plan(
     result has the same bits in any batch of the same query length. `config` overrides the tiles.
     """
     check_masks(causal=causal, window=window, tree_mask=tree_mask)
+    queries = pack_queries(q, keys, cu_seqlens_q)
+    check_queries(queries.packed, keys)
     return plan_queries(
-        pack_queries(q, keys, cu_seqlens_q),
+        queries,
         keys,
         causal=causal and tree_mask is None,
         window=window,
@@ -169,6 +175,7 @@ def _allocate(
         num_tokens=num_tokens,
         num_seqs=num_seqs,
         packed=isinstance(keys, RaggedKV),
+        itemsize=queries.packed.element_size(),
         window=window,
     )
     if planned:
@@ -231,6 +238,30 @@ def shared_memory(device: torch.device) -> tuple[int, int]:
 
 def _properties(device: torch.device) -> Any:
     return cast("Any", torch.cuda.get_device_properties)(device)  # pyright: ignore
+
+
+def check_queries(q: torch.Tensor, keys: KeySource) -> Sizes:
+    """Refuse packed queries that do not go with the keys."""
+    sizes = Sizes()
+    sizes.match("q", q, "num_tokens num_heads head_dim_k")
+    check_dtype("q", q, FLOATS)
+    check_dtype("k", keys.k, (q.dtype,))
+    check_device("k", keys.k, q.device)
+    sizes.bind("head_dim_k", keys.k.shape[-1], "k")
+    num_kv_heads = keys.k.shape[-2]
+    if not num_kv_heads or not sizes["num_heads"] or sizes["num_heads"] % num_kv_heads:
+        raise ValueError(
+            f"q has {sizes['num_heads']} heads, not a multiple of the {num_kv_heads} of the keys"
+        )
+    for name, tensor in (("q", q), ("k", keys.k), ("v", keys.v)):
+        dim, stride = tensor.shape[-1], tensor.stride(-1)
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{name} must have a head dim from 1 to {MAX_HEAD_DIM}, got {dim}")
+        if (dim - 1) * stride >= 1 << 31:
+            raise ValueError(
+                f"{name} spreads a head over 2^31 elements, its last stride is {stride}"
+            )
+    return sizes
 
 
 def check_masks(*, causal: bool, window: int | None, tree_mask: torch.Tensor | None) -> None:

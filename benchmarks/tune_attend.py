@@ -41,7 +41,7 @@ STEPS: dict[str, tuple[float, ...]] = {  # factors by which a field is changed
 
 
 def selected(case: AttendCase) -> AttendConfig:
-    """What make_plan() chooses for a case."""
+    """What make_plan() chooses for a case, on a GPU with the shared memory of Hopper."""
     group = case.num_heads // case.num_kv_heads
     return select_attend(
         rows_per_seq=case.q_len * group,

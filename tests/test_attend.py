@@ -259,6 +259,28 @@ def test_no_sequences(source: str, num_tokens: int, device: str) -> None:
 
 
 @every_device
+def test_long_queries_over_an_empty_storage(device: str) -> None:
+    """No descriptor can be made of no keys."""
+    q = torch.randn(70, 2, 64, device=device, dtype=HALF)
+    none = torch.empty(0, 1, 64, device=device, dtype=HALF)
+    starts = torch.tensor([0, 70], dtype=torch.int32, device=device)
+    state = attend(q, RaggedKV(none, none, starts * 0), cu_seqlens_q=starts, impl="triton")
+    assert torch.equal(state.out, torch.zeros_like(q))
+    assert (state.lse == -torch.inf).all()
+
+
+@every_device
+def test_packed_keys_end_with_their_storage(device: str) -> None:
+    """A last length that runs over the end is cut, as every other length is."""
+    k = torch.randn(8, 1, 16, device=device, dtype=HALF)
+    q = torch.randn(2, 2, 16, device=device, dtype=HALF)
+    over, cut = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, 5, 12], [0, 5, 8]))
+    states = [attend(q, RaggedKV(k, k, lens), impl="triton") for lens in (over, cut)]
+    assert torch.equal(states[0].out, states[1].out)
+    assert torch.equal(states[0].lse, states[1].lse)
+
+
+@every_device
 def test_storage_without_keys(device: str) -> None:
     case = Case(device=device)
     dense = DenseKV(poisoned(case, 2, 0, 2, 64), poisoned(case, 2, 0, 2, 64))

@@ -46,11 +46,47 @@ def refuse(message: str, q: torch.Tensor | None = None, keys: Any = None, **opti
         (queries().double(), "q must be one of float16, bfloat16, float32, got torch.float64"),
         (queries(1, 5, 6, 16), r"packed queries of 3 dimensions, got q \(1, 5, 6, 16\)"),
         (queries(requires_grad=True), "q requires grad"),
+        (queries(5, 0, 16), "q has 0 heads, not a multiple of the 2 of the keys"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_queries(q: torch.Tensor, message: str) -> None:
     refuse(message, q)
+
+
+def test_keys_with_gradients_or_empty_pages() -> None:
+    cache = torch.zeros(4, 8, NUM_KV_HEADS, DIM, requires_grad=True)
+    refuse("k requires grad", keys=paged(k=cache))
+    refuse("v requires grad", keys=paged(v=cache))
+    with pytest.raises(
+        ValueError, match=r"a page must hold at least one key, got k \(4, 0, 2, 16\)"
+    ):
+        paged(k=cache[:, :0], v=cache[:, :0])
+
+
+@pytest.mark.parametrize(
+    ("q", "message"),
+    [
+        (queries(5, 7, 16), "q has 7 heads, not a multiple of the 2 of the keys"),
+        (queries(5, 6, 24), "k has head_dim_k = 16, but q has head_dim_k = 24"),
+        (queries().half(), "k must be one of float16, got torch.float32"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_plans_check_what_they_are_for(q: torch.Tensor, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_plan(q, paged(), cu_seqlens_q=ints(0, 3, 5))
+
+
+def test_a_plan_of_another_dtype() -> None:
+    plan = make_plan(queries(), paged(), cu_seqlens_q=ints(0, 3, 5))
+    half = torch.zeros(4, 8, NUM_KV_HEADS, DIM, dtype=torch.float16)
+    refuse(
+        "the plan was made for itemsize = 4, got 2",
+        queries().half(),
+        paged(k=half, v=half),
+        plan=plan,
+    )
 
 
 def test_queries_on_another_device() -> None:
@@ -224,7 +260,10 @@ FLAT = torch.zeros(20, NUM_KV_HEADS, DIM)
             "sequence 1 has seq_len 10, its storage holds 0 to 9",
         ),
         (RaggedKV(FLAT, FLAT, ints(0, 8, 6)), "cu_seqlens must not descend, got 8 then 6 at seq"),
-        (RaggedKV(FLAT, FLAT, ints(0, 8, 21)), "cu_seqlens ends at 21, but there are 20 keys"),
+        (
+            RaggedKV(FLAT, FLAT, ints(0, 8, 21)),
+            "cu_seqlens must run from 0 or more to at most num_keys = 20, got 0 to 21",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "gradients": (
         lambda: merge(A, B._replace(out=B.out.clone().requires_grad_())),
-        r"states\[1\].out requires grad",
+        r"states\[1\] requires grad",
     ),
     "dim of two states": (lambda: merge(A, B, dim=0), "dim=0 takes one stacked state, got 2"),
     "dim too large": (lambda: merge(A, dim=2), r"dim must lie in \[0, 2\).*got 2"),

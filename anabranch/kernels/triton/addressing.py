@@ -64,5 +64,8 @@ def key_offsets(keys, pages, page_stride, key_stride, table_ptr, PAGE_SIZE: tl.c
     """Element offsets (int64) of keys in their pages."""
     rows = keys.to(tl.int64) * key_stride
     if table_ptr is not None:
-        rows = (keys.to(tl.uint32) % PAGE_SIZE).to(tl.int32) * key_stride  # in a page: < 2^31
+        rows = (keys.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
+        if PAGE_SIZE * key_stride >= 2147483648:  # known when compiled: a cache's strides are
+            rows = rows.to(tl.int64)
+        rows = rows * key_stride
     return pages.to(tl.int64) * page_stride + rows

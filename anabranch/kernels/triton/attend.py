@@ -162,7 +162,7 @@ def attend_kernel(
 
 
 def compile_cases(shared_memory: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors: every configuration, and the options that change the code."""
+    """Launches on meta tensors: every configuration, and one of each kind with options."""
     plain, every_rule = Rules(0.1, None, None, None), Rules(0.1, 30.0, 100, None)
 
     def launch(

@@ -27,12 +27,14 @@ def boxes_of(
     """
     c = constants
     exact = c.head_dim_k == c.dk_main + c.dk_rest and c.head_dim_v == c.block_dv
-    if not exact or c.block_m < 64 or k.ptr.element_size() != 2:
+    if not exact or c.block_m < 64 or k.ptr.element_size() != 2 or not origins * rows:
         return None
     for pages in (k, v):
         aligned = pages.ptr.data_ptr() % 16 == 0 and pages.key % 8 == 0 and pages.head % 8 == 0
-        if not aligned or pages.dim != 1 or pages.page != pages.key * rows:
+        if not aligned or pages.dim != 1 or pages.page != pages.key * rows or pages.key <= 0:
             return None
+        if c.num_kv_heads * max(pages.head, c.head_dim_k, c.head_dim_v) >= 1 << 31:
+            return None  # a column would not fit into 32 bits
 
     def box(pages: Pages, dim: int, width: int) -> TensorDescriptor:
         shape = [origins * rows, (c.num_kv_heads - 1) * pages.head + dim]

@@ -111,19 +111,21 @@ def merge_kernel(
     if STACKED:
         strides, lse_strides = outs_strides[0], lses_strides[0]
         out_ptr, lse_ptr = outs[0], lses[0]
+        out_step = tl.zeros([], tl.int64) + strides[0]
+        lse_step = tl.zeros([], tl.int64) + lse_strides[0]
         for first in range(0, num_parts, BATCH):
             parts = ()
             for i in tl.static_range(BATCH):
                 mask = row_mask & (first + i < num_parts)
                 part = load_part(
-                    out_ptr + i * strides[0].to(tl.int64), lse_ptr + i * lse_strides[0],
+                    out_ptr + i * out_step, lse_ptr + i * lse_step,
                     strides[1:], lse_strides[1:], tokens, heads, dims, mask, dim_mask,
                 )  # fmt: skip
                 parts = parts + (part,)  # noqa: RUF005 (the kernel language has no unpacking)
             for i in tl.static_range(BATCH):
                 state = merge_part(state, parts[i][0], parts[i][1])
-            out_ptr += BATCH * strides[0].to(tl.int64)
-            lse_ptr += BATCH * lse_strides[0]
+            out_ptr += BATCH * out_step
+            lse_ptr += BATCH * lse_step
     else:
         parts = ()
         for i in tl.static_range(len(outs)):

@@ -179,8 +179,11 @@ def key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len):
     origin = seqs
     length = tl.where(owned, max_len, 0)
     if cu_seqlens_k_ptr is not None:
-        origin = tl.load(cu_seqlens_k_ptr + seqs, owned, other=0)
-        length = tl.load(cu_seqlens_k_ptr + seqs + 1, owned, other=0) - origin
+        origin = tl.minimum(
+            tl.maximum(tl.load(cu_seqlens_k_ptr + seqs, owned, other=0), 0), max_len
+        )
+        end = tl.load(cu_seqlens_k_ptr + seqs + 1, owned, other=0)
+        length = tl.minimum(end, max_len) - origin
     if seq_lens_ptr is not None:
         length = tl.load(seq_lens_ptr + seqs, owned, other=0)
     return origin, tl.minimum(tl.maximum(length, 0), max_len)

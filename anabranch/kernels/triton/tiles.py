@@ -61,7 +61,9 @@ def attend_tiles(
         v_page, v_key = C.page_strides[2], C.page_strides[3]
     else:
         k_page, k_key, v_page, v_key = k.page, k.key, v.page, v.key
-    box_row = origin * (k.page // k.key)
+    box_row = origin
+    if BOXED:
+        box_row = origin * (k.page // k.key)
     # Keys behind the last one read it again, masked: a clamp costs less than a masked copy.
     keys = tile * C.block_n + tl.arange(0, C.block_n)
     pages = load_pages(tl.minimum(keys, seq_len - 1), origin, table_ptr, table_stride, C.page_size)
