@@ -52,12 +52,12 @@ class Plan:
         """All that is not a tensor, as integers; `plan_from` reads them back."""
         sizes = (self.num_tokens, self.num_seqs, self.packed, self.itemsize, self.window or 0)
         tail = (self.num_warps, self.num_stages, self.max_registers or 0, *map(int, sizes))
-        return [*map(int, astuple(self.constants)[:-1]), *tail]
+        return [*map(int, astuple(self.constants)[:-2]), *tail]
 
 
 def plan_from(tensors: Sequence[torch.Tensor], static: Sequence[int]) -> Plan:
     """A plan from what an operator's arguments can carry."""
-    count = len(fields(AttendConstants)) - 1  # page strides come with the keys
+    count = len(fields(AttendConstants)) - 2  # the strides of pages come with the keys
     num_warps, num_stages, max_registers, *sizes = static[count:]
     num_tokens, num_seqs, packed, itemsize, window = sizes
     schedule, outs, lses, counters = tensors

@@ -76,6 +76,7 @@ class AttendConstants:
     # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
     # save a fifth of the inner loop's instructions
     page_strides: tuple[int, int, int, int] | None = None
+    wide_pages: bool = False  # a page spans 2^31 elements or more
 
 
 def attend_constants(

@@ -60,12 +60,11 @@ def load_pages(keys, origin, table_ptr, table_stride, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(keys, pages, page_stride, key_stride, table_ptr, PAGE_SIZE: tl.constexpr):
-    """Element offsets (int64) of keys in their pages."""
+def key_offsets(
+    keys, pages, page_stride, key_stride, table_ptr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr
+):
+    """Element offsets (int64) of keys in their pages; WIDE pages span 2^31 elements or more."""
     rows = keys.to(tl.int64) * key_stride
     if table_ptr is not None:
-        rows = (keys.to(tl.uint32) % PAGE_SIZE).to(tl.int32)
-        if PAGE_SIZE * key_stride >= 2147483648:  # known when compiled: a cache's strides are
-            rows = rows.to(tl.int64)
-        rows = rows * key_stride
+        rows = (keys.to(tl.uint32) % PAGE_SIZE).to(tl.int64 if WIDE else tl.int32) * key_stride
     return pages.to(tl.int64) * page_stride + rows

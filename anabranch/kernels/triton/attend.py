@@ -87,7 +87,8 @@ def with_page_strides(
     constants: AttendConstants, strides: tuple[int, int, int, int]
 ) -> AttendConstants:
     """The constants for a paged cache with these strides."""
-    return replace(constants, page_strides=strides)
+    wide = constants.page_size * max(strides[1], strides[3]) >= 1 << 31
+    return replace(constants, page_strides=strides, wide_pages=wide)
 
 
 @triton.jit(do_not_specialize=["table_stride", "tree_width"])

@@ -73,7 +73,9 @@ def attend_tiles(
             tile_k = k_box.load([box_row + index * C.block_n, kv_head * k.head])
         else:
             safe_keys = tl.minimum(keys, seq_len - 1)
-            offsets = key_offsets(safe_keys, pages, k_page, k_key, table_ptr, C.page_size)
+            offsets = key_offsets(
+                safe_keys, pages, k_page, k_key, table_ptr, C.page_size, C.wide_pages
+            )
             tile_k = load_rows(k_ptrs, offsets, 0, C.dk_main, C.head_dim_k)
         scores = score(q[0], tile_k, None, C.keys_first)
         if C.dk_rest > 0:
@@ -103,7 +105,9 @@ def attend_tiles(
         if BOXED:
             tile_v = v_box.load([box_row + index * C.block_n, kv_head * v.head])
         else:
-            offsets = key_offsets(safe_keys, pages, v_page, v_key, table_ptr, C.page_size)
+            offsets = key_offsets(
+                safe_keys, pages, v_page, v_key, table_ptr, C.page_size, C.wide_pages
+            )
             tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
             # The next tile's pages are on their way while this tile is attended to.
             next_keys = tl.minimum(keys + C.block_n, seq_len - 1)
