@@ -18,7 +18,7 @@ LAYERS = [
     {"state", "shapes"},
     {"keys"},
     {"kernels"},
-    {"merge", "plan", "attend", "append"},
+    {"merge", "plan", "attend", "append", "linear"},
     {""},  # the package itself, `from anabranch import merge`
     {"integrations"},
     {"cache"},
@@ -30,7 +30,14 @@ LAYERS = [
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 RANK["reference"] = RANK["kernels"]  # the oracle reads key sources, but is no part of the library
 READS_REFERENCE = {"bench", "reference"}
-KERNELS_READ = {"state", "shapes", "keys", "kernels.config", "kernels.compile"}
+KERNELS_READ = {
+    "state",
+    "shapes",
+    "keys",
+    "kernels.config",
+    "kernels.compile",
+    "kernels.linear_config",
+}
 NO_NAMES = {"utils", "common", "helpers", "misc"}
 
 

@@ -1,0 +1,71 @@
+"""The pages of one sequence: growing, sharing a known prefix, making its own findable."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from anabranch.cache.page_pool import PagePool
+
+
+def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Digest of a page's tokens and of everything before them."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class SequencePages:
+    """A page table on the host, with the digests of the pages that are full and computed."""
+
+    def __init__(self, pool: PagePool, page_size: int, root: bytes = b"") -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.root = root  # prefixes are shared among sequences of the same root only
+        self.pages: list[int] = []
+        self._digests: list[bytes] = []
+
+    def match_prefix(self, tokens: Sequence[int]) -> int:
+        """Share the pages that hold a prefix of `tokens`; how many tokens that are.
+
+        The last token is never matched: it must be computed for its logits.
+        """
+        assert not self.pages
+        parent = self.root
+        for start in range(0, (len(tokens) - 1) // self.page_size * self.page_size, self.page_size):
+            parent = page_digest(parent, tokens[start : start + self.page_size])
+            page = self.pool.find(parent)
+            if page is None:
+                break
+            self.pool.share(page)
+            self.pages.append(page)
+            self._digests.append(parent)
+        return len(self.pages) * self.page_size
+
+    def num_missing(self, num_tokens: int) -> int:
+        """Pages to take before the sequence can hold this many tokens."""
+        return max(-(-num_tokens // self.page_size) - len(self.pages), 0)
+
+    def grow(self, num_tokens: int) -> bool:
+        """Take pages for this many tokens, all or none; whether there were enough."""
+        missing = self.num_missing(num_tokens)
+        if missing > self.pool.num_free:
+            return False
+        self.pages.extend(self.pool.take() for _ in range(missing))
+        return True
+
+    def remember(self, tokens: Sequence[int], num_computed: int) -> None:
+        """Make pages findable whose tokens are all known and computed."""
+        full = min(num_computed, len(tokens)) // self.page_size
+        for index in range(len(self._digests), full):
+            parent = self._digests[-1] if self._digests else self.root
+            start = index * self.page_size
+            digest = page_digest(parent, tokens[start : start + self.page_size])
+            self._digests.append(digest)
+            self.pool.remember(self.pages[index], digest)
+
+    def release(self) -> None:
+        """Give all pages back, the last first: a prefix outlives what follows it."""
+        for page in reversed(self.pages):
+            self.pool.release(page)
+        self.pages.clear()
+        self._digests.clear()

@@ -1,0 +1,70 @@
+"""New tokens of a sequence: kept, turned into text, and looked at for a reason to stop."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from anabranch.engine.outputs import Logprob, TokenLogprobs
+from anabranch.engine.request import Request
+from anabranch.engine.sample_output import HostLogprobs
+from anabranch.engine.sequence import Origin, Sequence
+
+
+def arrive(
+    request: Request,
+    seq: Sequence,
+    tokens: list[int],
+    *,
+    num_drafted: int,
+    step: int,
+    logprobs: HostLogprobs | None,
+) -> int:
+    """Add tokens until one stops the sequence; how many were added."""
+    now = time.monotonic()
+    request.first_token = request.first_token or now
+    request.last_token = now
+    for place, token in enumerate(tokens):
+        seq.tokens.append(token)
+        seq.steps.append(step)
+        accepted = place + 1 < len(tokens)
+        seq.origins.append(_origin(accepted, place < num_drafted))
+        if logprobs is not None and seq.params.logprobs is not None:
+            seq.logprobs.append(_entry(token, logprobs, place, seq.params.logprobs))
+        if _stops(request, seq, token):
+            return place + 1
+    return len(tokens)
+
+
+def _origin(accepted: bool, drafted: bool) -> Origin:
+    if accepted:
+        return Origin.ACCEPTED
+    return Origin.CORRECTED if drafted else Origin.SAMPLED
+
+
+def _stops(request: Request, seq: Sequence, token: int) -> bool:
+    stream = request.texts[seq.index]
+    early = seq.num_output < seq.params.min_tokens
+    if not early and token in seq.stop_ids:
+        seq.finish_reason = "stop"
+        if token in seq.params.stop_token_ids:
+            seq.stop_reason = token
+    if seq.finish_reason is None or not seq.params.skip_special_tokens:
+        stopped = stream.push(token)
+        if stopped and not early and seq.finish_reason is None:
+            seq.finish_reason, seq.stop_reason = "stop", stream.stopped_by
+    if seq.finish_reason is None and seq.num_output >= seq.max_tokens:
+        seq.finish_reason = "length"
+    return seq.finished
+
+
+def _entry(token: int, logprobs: HostLogprobs, place: int, wanted: int) -> TokenLogprobs:
+    entry = top_entries(logprobs.top_ids[place], logprobs.top[place], wanted)
+    entry[token] = Logprob(float(logprobs.chosen[place]), int(logprobs.ranks[place]))
+    return entry
+
+
+def top_entries(ids: Any, values: Any, wanted: int) -> TokenLogprobs:
+    """The likeliest tokens, the first of rank 1."""
+    pairs = zip(ids[:wanted].tolist(), values[:wanted].tolist(), strict=True)
+    return {token: Logprob(value, rank) for rank, (token, value) in enumerate(pairs, 1)}

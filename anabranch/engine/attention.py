@@ -1,0 +1,142 @@
+"""The attention function that transformers calls while the engine runs a model.
+
+Before a model is called, its step is put into a slot. Layers find it by the slot's number, which
+stays the same for the life of a model: compiled code is not guarded by anything that changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from anabranch.attend import attend
+from anabranch.cache.kv_cache import LayerCache, LayerShape
+from anabranch.engine.step import Step
+from anabranch.keys import DenseKV
+
+NAME = "anabranch_engine"
+_numbers = count()
+_steps: dict[int, Step] = {}
+Layers = dict[nn.Module, LayerShape]
+
+
+def register() -> None:
+    """Make the function known to transformers; no mask function, so models make no masks."""
+    from transformers import AttentionInterface
+
+    cast("Any", AttentionInterface).register(NAME, engine_attention)
+
+
+def engine_attention(
+    module: nn.Module,
+    query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim_k]
+    key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim_k]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim_v]
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    is_causal: bool | None = None,
+    anabranch_layers: Layers | None = None,  # to be filled, while layers are looked for
+    **_: object,  # what models pass for other implementations: dropout, position ids and the like
+) -> tuple[torch.Tensor, None]:
+    """Attention over the engine's cache; [1, num_tokens, num_heads, head_dim_v]."""
+    if attention_mask is not None or position_bias is not None or is_causal is False:
+        raise ValueError(f"{type(module).__name__} needs more than causal attention over a cache")
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if anabranch_layers is not None:
+        anabranch_layers[module] = LayerShape(k.shape[1], k.shape[2], v.shape[2], k.dtype)
+        keys = DenseKV(k[None], v[None])
+        state = attend(
+            q[None], keys, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+        return state.out[None], None
+    cache, slot = cast("tuple[LayerCache, int]", (module.anabranch_cache, module.anabranch_slot))
+    if torch.compiler.is_compiling():
+        out = torch.ops.anabranch.engine_attend(
+            q, k, v, cache.k, cache.v, s_aux, slot, scale, sliding_window, softcap
+        )
+    else:
+        out = _steps[slot].attend(
+            q, k, v, cache, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
+        )
+    return cast("torch.Tensor", out)[None], None
+
+
+def find_layers(model: nn.Module, num_tokens: int, vocab_size: int) -> Layers:
+    """Run the model once over some tokens; its attention layers, in order, and what they keep."""
+    device = next(model.parameters()).device
+    ids = torch.arange(num_tokens, device=device)[None] % vocab_size
+    layers: Layers = {}
+    positions = torch.arange(num_tokens, device=device)[None]
+    model(
+        input_ids=ids,
+        position_ids=positions,
+        use_cache=False,
+        logits_to_keep=1,
+        anabranch_layers=layers,
+    )
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} does not call attention through transformers' "
+            "AttentionInterface, so its keys cannot be kept in pages"
+        )
+    return layers
+
+
+def bind_layers(layers: Sequence[nn.Module], caches: Sequence[LayerCache]) -> int:
+    """Give every layer its cache; the number of the slot they read steps from."""
+    slot = next(_numbers)
+    for module, cache in zip(layers, caches, strict=True):
+        module.anabranch_cache = cache  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        module.anabranch_slot = slot  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+    return slot
+
+
+@contextmanager
+def running(slot: int, step: Step) -> Generator[None]:
+    """Let the layers of a slot attend within a step."""
+    _steps[slot] = step
+    try:
+        yield
+    finally:
+        del _steps[slot]
+
+
+@torch.library.custom_op("anabranch::engine_attend", mutates_args=())
+def _engine_attend_op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,  # written, but read by this operator only: nothing to keep in order
+    v_cache: torch.Tensor,
+    sinks: torch.Tensor | None,
+    slot: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+) -> torch.Tensor:
+    return _steps[slot].attend(
+        q,
+        k,
+        v,
+        LayerCache(k_cache, v_cache),
+        scale=scale,
+        window=window,
+        softcap=softcap,
+        sinks=sinks,
+    )
+
+
+@_engine_attend_op.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[-1])

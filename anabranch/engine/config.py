@@ -1,0 +1,85 @@
+"""Options of an engine, checked where they are given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from anabranch.engine.layout import Scorer
+
+DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+METHODS = ("ngram", "draft")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculativeConfig:
+    """How tokens are drafted and verified."""
+
+    method: str = "ngram"  # or "draft": a smaller model of the same vocabulary
+    model: str | None = None  # the draft model
+    num_drafts: int = 4  # at most, for a sequence and step
+    scorer: Scorer = Scorer.MULTI_QUERY
+    adaptive: bool = True  # fewer drafts, or none, when they do not pay
+    max_ngram: int = 4  # tokens at the end of a sequence that are looked up
+    min_ngram: int = 2
+
+    def __post_init__(self) -> None:
+        if self.method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
+        if (self.model is None) == (self.method == "draft"):
+            need = "needs" if self.method == "draft" else "takes no"
+            raise ValueError(f"method {self.method!r} {need} model, got {self.model!r}")
+        if not 1 <= self.num_drafts <= 32:
+            raise ValueError(f"num_drafts must be from 1 to 32, got {self.num_drafts}")
+        if not 1 <= self.min_ngram <= self.max_ngram:
+            raise ValueError(
+                f"min_ngram must be from 1 to max_ngram, got {self.min_ngram} and {self.max_ngram}"
+            )
+        object.__setattr__(self, "scorer", Scorer(self.scorer))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything about an engine but its requests. None leaves a choice to the device."""
+
+    model: str = "smollm2"
+    device: str | None = None
+    dtype: str | None = None
+    max_model_len: int | None = None  # tokens of a sequence; the model's own limit by default
+    max_num_seqs: int | None = None  # running at once: 64 on a GPU, 16 on a CPU
+    max_num_batched_tokens: int | None = None  # in a step: 8192 on a GPU, 1024 on a CPU
+    page_size: int = 16
+    gpu_memory_utilization: float = 0.9
+    kv_cache_gib: float | None = None  # what remains of a GPU, or 1 on a CPU
+    prefix_caching: bool = True
+    speculative: SpeculativeConfig | None = None
+    cuda_graphs: bool = True
+    compile: bool = False  # torch.compile of the decoder layers
+    join_projections: bool = True
+    seed: int | None = None  # of requests that give none
+
+    def __post_init__(self) -> None:
+        if self.dtype is not None and self.dtype not in DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(
+                f"gpu_memory_utilization must be above 0 and at most 1, "
+                f"got {self.gpu_memory_utilization}"
+            )
+        if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
+            raise ValueError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib}")
+
+    def resolve_device(self) -> torch.device:
+        """The device asked for, or the best there is."""
+        name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"device must be cpu or cuda, got {name!r}")
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device {name!r} was asked for, but torch sees no GPU")
+        return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device

@@ -1,0 +1,175 @@
+"""Launching a step: drafts, the model, sampling, and one copy to the host; nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from anabranch.engine.arrivals import top_entries
+from anabranch.engine.build import Built
+from anabranch.engine.logprobs import prompt_logprobs
+from anabranch.engine.outputs import Logprob, TokenLogprobs
+from anabranch.engine.runner import StepLogits
+from anabranch.engine.sample_batch import SampleBatch
+from anabranch.engine.sample_output import PendingSamples
+from anabranch.engine.sample_transfer import Download, download
+from anabranch.engine.sampler import Sampler
+from anabranch.engine.scheduler import Scheduled
+from anabranch.engine.sequence import Sequence
+from anabranch.engine.stage_clock import StageClock
+from anabranch.speculative.proposer import Proposer
+
+
+class PendingPrompt(NamedTuple):
+    """Logprobs of a chunk of a prompt, on their way to the host."""
+
+    copy: Download
+    targets: list[int]
+    wanted: int
+
+    def wait(self) -> list[TokenLogprobs]:
+        """An entry for each token of the chunk but the first of the prompt."""
+        arrays = self.copy.wait()
+        entries: list[TokenLogprobs] = []
+        for place, token in enumerate(self.targets):
+            entry = top_entries(arrays["top_ids"][place], arrays["top"][place], self.wanted)
+            chosen, rank = float(arrays["chosen"][place]), int(arrays["ranks"][place])
+            entry[token] = Logprob(chosen, rank)
+            entries.append(entry)
+        return entries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A step in flight."""
+
+    number: int
+    step: list[Scheduled]
+    samples: PendingSamples | None
+    clock: StageClock
+    graphed: bool
+    prompts: dict[Scheduled, PendingPrompt] = field(default_factory=dict[Scheduled, PendingPrompt])
+
+
+class Launcher:
+    """Runs the stages of a step in order."""
+
+    def __init__(
+        self, built: Built, sampler: Sampler, proposer: Proposer | None, eos_ids: Iterable[int]
+    ) -> None:
+        self._built = built
+        self._sampler = sampler
+        self._proposer = proposer
+        self._eos_ids = tuple(eos_ids)
+        self._owners: dict[int, Sequence] = {}
+
+    @torch.inference_mode()
+    def launch(self, step: list[Scheduled], number: int) -> Launched:
+        """Everything of a step up to the copy of its tokens."""
+        clock = StageClock(self._built.device)
+        self._own_rows(step)
+        drafts = any(run.num_drafts for run in step)
+        probs = None
+        if self._proposer is not None and self._proposer.on_device:
+            with clock.stage("proposal"):
+                probs = self._proposer.propose(step)
+        with clock.stage("scoring" if drafts else "model"):
+            logits = self._built.runner.run(step)
+        with clock.stage("verification" if drafts else "sampling"):
+            samples, prompts = self._sample(step, logits, probs)
+        return Launched(number, step, samples, clock, logits.every is not None, prompts)
+
+    def _own_rows(self, step: list[Scheduled]) -> None:
+        """Tell the sampler about sequences that have a new row."""
+        for run in step:
+            seq = run.seq
+            assert seq.row is not None
+            if self._owners.get(seq.row) is seq:
+                continue
+            if seq.row in self._owners:
+                self._sampler.remove(seq.row)
+            self._owners[seq.row] = seq
+            prompt = seq.tokens[: seq.prompt_len]
+            self._sampler.add(seq.row, seq.params, prompt, seq.output, seq.seed, self._eos_ids)
+
+    def _sample(
+        self, step: list[Scheduled], logits: StepLogits, probs: torch.Tensor | None
+    ) -> tuple[PendingSamples | None, dict[Scheduled, PendingPrompt]]:
+        rows, prompts = self._prompt_rows(step, logits)
+        runs = [run for run in step if run.samples]
+        if not runs:
+            return None, prompts
+        table_rows = self._to_device([run.seq.row or 0 for run in runs])
+        width = (logits.every or max(run.num_drafts for run in runs) + 1) - 1
+        batch = SampleBatch(
+            rows=[run.seq.row or 0 for run in runs],
+            num_outputs=[run.seq.length - run.seq.prompt_len - 1 for run in runs],
+            num_drafts=[run.num_drafts for run in runs],
+            draft_tokens=self._draft_tokens(runs, table_rows, width) if width else None,
+            draft_probs=self._spread(runs, probs, width) if width else None,
+            padded=logits.every is not None,
+        )
+        output = self._sampler.sample(rows, batch)
+        self._built.unseen[table_rows, 0] = output.last_tokens
+        return output.to_host(), prompts
+
+    def _prompt_rows(
+        self, step: list[Scheduled], logits: StepLogits
+    ) -> tuple[torch.Tensor, dict[Scheduled, PendingPrompt]]:
+        """Set apart the logits that are only wanted for a prompt's own tokens."""
+        prompts: dict[Scheduled, PendingPrompt] = {}
+        if logits.every is not None:
+            return logits.rows, prompts
+        kept: list[int] = []
+        start = 0
+        for run in step:
+            wanted = run.seq.params.prompt_logprobs
+            count = (1 + run.num_drafts) if run.samples else 0
+            if wanted is not None and run.start < run.seq.prompt_len:
+                count = run.num_tokens
+                prompts |= self._prompt_logprobs(run, logits.rows[start : start + count], wanted)
+                kept += [start + count - 1] if run.samples else []
+            else:
+                kept += range(start, start + count)
+            start += count
+        if len(kept) == start:
+            return logits.rows, prompts
+        return logits.rows[self._to_device(kept)], prompts
+
+    def _prompt_logprobs(
+        self, run: Scheduled, rows: torch.Tensor, wanted: int
+    ) -> dict[Scheduled, PendingPrompt]:
+        stop = min(run.start + run.num_tokens + 1, run.seq.prompt_len)
+        targets = run.seq.tokens[run.start + 1 : stop]
+        if not targets or len(run.seq.prompt_logprobs) >= run.seq.prompt_len - 1:
+            return {}
+        found = prompt_logprobs(rows[: len(targets)], self._to_device(targets), wanted)
+        return {run: PendingPrompt(download(found._asdict()), targets, wanted)}
+
+    def _draft_tokens(
+        self, runs: list[Scheduled], table_rows: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        if self._proposer is not None and self._proposer.on_device:
+            return self._built.unseen[table_rows, 1 : 1 + width]
+        drafts = [run.seq.drafts[: run.num_drafts] for run in runs]
+        flat = [token for row in drafts for token in row + [0] * (width - len(row))]
+        return self._to_device(flat).view(len(runs), width)
+
+    def _spread(
+        self, runs: list[Scheduled], probs: torch.Tensor | None, width: int
+    ) -> torch.Tensor | None:
+        """Probabilities of drafts, with rows for the sequences that have none."""
+        if probs is None or probs.shape[:2] == (len(runs), width):
+            return probs
+        spread = probs.new_zeros(len(runs), width, probs.shape[2])
+        drafting = [place for place, run in enumerate(runs) if run.num_drafts]
+        spread[self._to_device(drafting), : probs.shape[1]] = probs
+        return spread
+
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        device = self._built.device
+        tensor = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return tensor.to(device, non_blocking=True)

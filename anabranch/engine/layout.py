@@ -1,0 +1,106 @@
+"""A step as arrays: which token goes where, before anything is copied to the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from anabranch.engine.scheduler import Scheduled
+
+Ints = NDArray[np.int64]
+
+
+class Scorer(StrEnum):
+    """How a sequence and its drafts are attended to."""
+
+    MULTI_QUERY = "multi-query"  # one sequence of several queries
+    BATCH_EXPANSION = "batch-expansion"  # every token a sequence of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Tokens of all sequences, packed; sequences as attention sees them.
+
+    A token's id is `ids`, or, where `sources` is not negative, that entry of the device's table of
+    tokens the host has not seen.
+    """
+
+    ids: Ints
+    sources: Ints
+    positions: Ints
+    slots: Ints
+    cu_seqlens: Ints
+    seq_lens: Ints
+    pages: list[list[int]]  # for each sequence
+    logit_rows: Ints
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to run."""
+        return len(self.ids)
+
+    @property
+    def num_seqs(self) -> int:
+        """Sequences as attention sees them."""
+        return len(self.seq_lens)
+
+
+def lay_out(
+    step: Sequence[Scheduled], scorer: Scorer, page_size: int, table_width: int, every_row: bool
+) -> Layout:
+    """Arrays of a step. `every_row` asks for the logits of every token."""
+    bounds = np.cumsum([0, *(run.num_tokens for run in step)])
+    ids, sources = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], -1, np.int64)
+    positions, slots = np.empty_like(ids), np.empty_like(ids)
+    rows: list[Ints] = []
+    for run, (start, stop) in zip(step, pairwise(bounds), strict=True):
+        _fill_ids(run, ids[start:stop], sources[start:stop], table_width)
+        place = np.arange(run.start, run.start + run.num_tokens)
+        positions[start:stop] = place
+        pages = np.array(run.seq.pages.pages, np.int64)
+        slots[start:stop] = pages[place // page_size] * page_size + place % page_size
+        rows.append(_logit_rows(run, start, every_row))
+    cu_seqlens, seq_lens, pages = _sequences(step, bounds, positions, scorer)
+    logit_rows = np.concatenate(rows) if rows else np.empty(0, np.int64)
+    return Layout(ids, sources, positions, slots, cu_seqlens, seq_lens, pages, logit_rows)
+
+
+def _fill_ids(run: Scheduled, ids: Ints, sources: Ints, table_width: int) -> None:
+    known = run.seq.tokens[run.start : run.start + run.num_known]
+    ids[: len(known)] = known
+    row = run.seq.row
+    assert row is not None
+    if len(known) < run.num_known:  # the last one is pending
+        sources[len(known)] = row * table_width
+    drafts = slice(run.num_known, run.num_known + run.num_drafts)
+    if run.seq.drafts:
+        ids[drafts] = run.seq.drafts[: run.num_drafts]
+    elif run.num_drafts:
+        sources[drafts] = row * table_width + 1 + run.first_draft + np.arange(run.num_drafts)
+
+
+def _logit_rows(run: Scheduled, start: int, every_row: bool) -> Ints:
+    wants_all = run.seq.params.prompt_logprobs is not None and run.start < run.seq.prompt_len
+    if every_row or wants_all:
+        return np.arange(start, start + run.num_tokens)
+    if not run.samples:
+        return np.empty(0, np.int64)
+    return np.arange(max(run.num_known - 1, 0), run.num_known + run.num_drafts) + start
+
+
+def _sequences(
+    step: Sequence[Scheduled], bounds: Ints, positions: Ints, scorer: Scorer
+) -> tuple[Ints, Ints, list[list[int]]]:
+    cu_seqlens, seq_lens, pages = [0], list[int](), list[list[int]]()
+    for run, stop in zip(step, bounds[1:], strict=True):
+        expand = scorer is Scorer.BATCH_EXPANSION and run.num_tokens > run.num_known
+        ends = range(int(stop) - run.num_tokens + 1, int(stop) + 1) if expand else (int(stop),)
+        cu_seqlens.extend(ends)
+        seq_lens.extend(int(positions[end - 1]) + 1 for end in ends)
+        pages.extend([run.seq.pages.pages] * len(ends))
+    return np.array(cu_seqlens), np.array(seq_lens, np.int64), pages

@@ -1,0 +1,54 @@
+"""What a request gives back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """Natural log of a token's probability, and its place among all tokens."""
+
+    logprob: float
+    rank: int
+
+
+TokenLogprobs = dict[int, Logprob]  # the token itself and the likeliest ones, by id
+
+
+@dataclass(frozen=True, slots=True)
+class CompletionOutput:
+    """One continuation of a prompt, as far as it has come."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    stop_reason: int | str | None = None  # the token or string that stopped it; None for eos
+    logprobs: list[TokenLogprobs] | None = None
+    cumulative_logprob: float | None = None
+    origins: list[int] = field(default_factory=list[int])  # an Origin for each token
+    steps: list[int] = field(default_factory=list[int])  # the engine step that emitted each token
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """Moments of a request, in seconds of `time.monotonic`."""
+
+    arrival: float
+    first_token: float | None = None
+    last_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """A prompt and its continuations."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
+    num_cached_tokens: int = 0
+    times: RequestTimes | None = None

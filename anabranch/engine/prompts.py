@@ -1,0 +1,42 @@
+"""What a user gives as a prompt, as tokens the model can take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+from anabranch.engine.sampling_params import SamplingParams
+
+Prompt = str | Sequence[int]
+
+
+def encode_prompt(
+    prompt: Prompt,
+    params: SamplingParams,
+    *,
+    tokenizer: Any | None,
+    vocab_size: int,
+    max_model_len: int,
+) -> list[int]:
+    """Tokens of a prompt, truncated from the left if asked to; refuses what cannot be run."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer: give the prompt as token ids")
+        ids = cast("list[int]", tokenizer(prompt)["input_ids"])
+    else:
+        ids = list(prompt)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+                raise ValueError(f"a prompt of token ids holds integers, got {token!r}")
+            if not 0 <= token < vocab_size:
+                raise ValueError(f"token id {token} is not in the vocabulary of {vocab_size}")
+    if params.truncate_prompt_tokens is not None:
+        ids = ids[-params.truncate_prompt_tokens :]
+    if not ids:
+        raise ValueError("the prompt is empty")
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"the prompt has {len(ids)} tokens; with room for one more, "
+            f"max_model_len {max_model_len} allows {max_model_len - 1}"
+        )
+    return ids

@@ -1,0 +1,85 @@
+"""The sequences of one sampling step, and where their logits lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from anabranch.engine.sample_transfer import Array
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleBatch:
+    """Which rows are sampled, and the drafts to verify; everything about them is host data.
+
+    The logits of a sequence are those of its drafts, then one more. With `padded`, every sequence
+    has max_drafts + 1 rows of logits, of which those behind its own are ignored.
+    `num_outputs` is how many tokens each request has emitted so far.
+    """
+
+    rows: Sequence[int]
+    num_outputs: Sequence[int]
+    num_drafts: Sequence[int]
+    draft_tokens: Tensor | None = None  # [num_seqs, max_drafts]
+    draft_probs: Tensor | None = None  # [num_seqs, max_drafts, vocab]; None: not drawn
+    padded: bool = False
+
+    def __post_init__(self) -> None:
+        sizes = len(self.rows), len(self.num_outputs), len(self.num_drafts)
+        if len(set(sizes)) > 1:
+            raise ValueError(f"rows, num_outputs and num_drafts have lengths {sizes}")
+        if len(set(self.rows)) < len(self.rows):
+            raise ValueError(f"rows {list(self.rows)} are not distinct")
+        low, high = min(self.num_drafts, default=0), max(self.num_drafts, default=0)
+        if low < 0 or high > self.max_drafts:
+            raise ValueError(f"num_drafts {list(self.num_drafts)} exceed {self.max_drafts} drafts")
+        if self.draft_tokens is not None and self.draft_tokens.shape[0] != len(self.rows):
+            shape = [*self.draft_tokens.shape]
+            raise ValueError(f"draft_tokens {shape} do not match {len(self.rows)} sequences")
+        if self.draft_probs is not None and (
+            self.draft_tokens is None or self.draft_probs.shape[:2] != self.draft_tokens.shape
+        ):
+            raise ValueError(f"draft_probs {[*self.draft_probs.shape]} do not match draft_tokens")
+
+    @property
+    def max_drafts(self) -> int:
+        """The width of `draft_tokens`."""
+        return 0 if self.draft_tokens is None else self.draft_tokens.shape[1]
+
+    @property
+    def num_logits(self) -> int:
+        """How many rows of logits the batch has."""
+        if self.padded:
+            return len(self.rows) * (self.max_drafts + 1)
+        return sum(self.num_drafts) + len(self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Positions:
+    """Host arrays with an entry for each row of logits."""
+
+    seqs: Array  # the sequence
+    steps: Array  # which of the sequence's positions: 0 is that of the first draft
+    places: Array  # [num_seqs, max_drafts + 1]: the rows of a sequence, its last one repeated
+
+    @staticmethod
+    def of(batch: SampleBatch) -> Positions:
+        """The positions of a batch."""
+        num_seqs, width = len(batch.rows), batch.max_drafts + 1
+        lengths = np.array(batch.num_drafts, np.int64) + 1
+        if batch.padded:
+            lengths = np.full(num_seqs, width, np.int64)
+        starts = np.cumsum(lengths) - lengths
+        seqs = np.repeat(np.arange(num_seqs), lengths)
+        inside = np.minimum(np.arange(width), lengths[:, None] - 1)
+        return Positions(seqs, np.arange(len(seqs)) - starts[seqs], starts[:, None] + inside)
+
+    def earlier_drafts(self, batch: SampleBatch) -> tuple[Array, Array]:
+        """Pairs of a row of logits and a draft before it, as an index into all draft tokens."""
+        known = np.minimum(self.steps, np.array(batch.num_drafts)[self.seqs])
+        rows = np.repeat(np.arange(len(known)), known)
+        drafts = np.arange(len(rows)) - (np.cumsum(known) - known)[rows]
+        return rows, self.seqs[rows] * batch.max_drafts + drafts

@@ -1,0 +1,185 @@
+"""One sampling step: what it needs on the device, and the operations on it, in their order."""
+
+from __future__ import annotations
+
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from anabranch.engine.logits import add_biases, clean_scores, log_weights, penalise
+from anabranch.engine.logprobs import Logprobs, token_logprobs
+from anabranch.engine.sample_batch import Positions, SampleBatch
+from anabranch.engine.sample_counts import TokenCounts
+from anabranch.engine.sample_random import ACCEPT, DRAW, uniforms
+from anabranch.engine.sample_transfer import Array, upload
+from anabranch.engine.sample_weights import (
+    draw,
+    fine_bins,
+    keep_above,
+    keep_top_p,
+    one_hot,
+    top_k_bounds,
+    weights_of,
+    weights_of_probs,
+)
+from anabranch.engine.sampling_rows import SamplingRows, Work
+from anabranch.speculative.verify import accept_by_ratio, accept_equal, emit, residual
+
+_FILTERS = {
+    Work.GREEDY: "greedy",
+    Work.TEMPERATURE: "inverse_temperature",
+    Work.MIN_P: "log_min_p",
+    Work.TOP_K: "top_k",
+    Work.TOP_P: "top_p",
+}
+_PENALTIES = ("repetition", "frequency", "presence")
+
+
+class SampleStep:
+    """A batch, with everything small about it on the device after one copy."""
+
+    def __init__(
+        self, rows: SamplingRows, batch: SampleBatch, device: torch.device, *, stream: int = DRAW
+    ) -> None:
+        self.batch = batch
+        self._table = rows.table[list(batch.rows)]
+        self.work = Work(int(np.bitwise_or.reduce(self._table["work"])))
+        arrays = self._layout_arrays()
+        if Work.DRAW in self.work:
+            arrays |= self._drawing_arrays(stream)
+        if Work.PENALTIES in self.work:
+            arrays |= self._penalty_arrays()
+        if self.work & (Work.BIAS | Work.MIN_TOKENS):
+            places, biases = rows.biases(batch, self.positions)
+            arrays |= {"bias_places": places, "biases": biases} if places.size else {}
+        self.tensors = upload(arrays, device) if arrays else {}
+
+    @cached_property
+    def positions(self) -> Positions:
+        """Where the logits of each sequence lie."""
+        return Positions.of(self.batch)
+
+    def _layout_arrays(self) -> dict[str, Array]:
+        arrays = dict[str, Array]()
+        if self.batch.max_drafts:
+            arrays["num_drafts"] = np.array(self.batch.num_drafts, np.int64)
+            if self.positions.places.size != self.positions.seqs.size:
+                arrays["places"] = self.positions.places
+            if Work.LOGPROBS in self.work:
+                arrays |= {"seqs": self.positions.seqs, "steps": self.positions.steps}
+        return arrays
+
+    def _drawing_arrays(self, stream: int) -> dict[str, Array]:
+        seqs = self.positions.seqs
+        arrays: dict[str, Array] = {
+            name: self._table[name][seqs] for flag, name in _FILTERS.items() if flag in self.work
+        }
+        num_outputs = np.array(self.batch.num_outputs, np.int64)[seqs] + self.positions.steps
+        seeds = self._table["seed"][seqs]
+        arrays["draws"] = uniforms(seeds, num_outputs, stream)
+        if self.batch.draft_probs is not None:
+            coins = uniforms(seeds, num_outputs, ACCEPT)
+            arrays["coins"] = coins[self.positions.places[:, :-1]]
+        return arrays
+
+    def _penalty_arrays(self) -> dict[str, Array]:
+        seqs = self.positions.seqs
+        seq_rows = np.array(self.batch.rows, np.int64)
+        arrays: dict[str, Array] = {name: self._table[name][seqs] for name in _PENALTIES}
+        arrays |= {"seq_rows": seq_rows, "logits_rows": seq_rows[seqs]}
+        if self.batch.max_drafts:
+            rows, drafts = self.positions.earlier_drafts(self.batch)
+            arrays |= {"drafted_rows": rows, "earlier_drafts": drafts}
+        return arrays
+
+    def process(self, logits: Tensor, counts: TokenCounts | None) -> Tensor:
+        """The logits with biases, bans and penalties; the logits themselves if there are none."""
+        biased = "biases" in self.tensors
+        if not (biased or self.work & (Work.DRAW | Work.PENALTIES)):
+            return logits
+        scores = clean_scores(logits)
+        if biased:
+            add_biases(scores, self.tensors["bias_places"], self.tensors["biases"])
+        if Work.PENALTIES in self.work:
+            assert counts is not None
+            self._penalise(scores, counts)
+        return scores
+
+    def _penalise(self, scores: Tensor, counts: TokenCounts) -> None:
+        rows = self.tensors["logits_rows"]
+        outputs = counts.outputs.index_select(0, rows)
+        if self.batch.draft_tokens is not None and self.batch.max_drafts:
+            drafts = self.batch.draft_tokens.reshape(-1)[self.tensors["earlier_drafts"]]
+            counts.count(outputs, self.tensors["drafted_rows"], drafts)
+        in_prompt = counts.in_prompt.index_select(0, rows)
+        penalise(scores, outputs, in_prompt, **{name: self.tensors[name] for name in _PENALTIES})
+
+    def weigh(self, scores: Tensor, best: Tensor) -> Tensor:
+        """The weights of the tokens that temperature and filters leave; overwrites the scores."""
+        at = self.tensors
+        logs = log_weights(scores, best, at.get("inverse_temperature"))
+        bounds = [at["log_min_p"]] if Work.MIN_P in self.work else []
+        if Work.TOP_K in self.work:
+            bounds.append(top_k_bounds(logs, at["top_k"], int(self._table["top_k"].max())))
+        if bounds:
+            keep_above(logs, torch.maximum(bounds[0], bounds[-1]))
+        if Work.TOP_P not in self.work:
+            return weights_of(logs)
+        bins = fine_bins(logs)
+        return keep_top_p(weights_of(logs), bins, at["top_p"])
+
+    def choose(self, scores: Tensor, best: Tensor) -> Tensor:
+        """What the target itself emits at each position: the best token, or one drawn."""
+        if Work.DRAW not in self.work:
+            return best
+        drawn = draw(self.weigh(scores, best), self.tensors["draws"])
+        return (
+            torch.where(self.tensors["greedy"], best, drawn) if Work.GREEDY in self.work else drawn
+        )
+
+    def match(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Emits what the target chose, as far as the drafts agree with it, and one more."""
+        drafts = self.batch.draft_tokens
+        assert drafts is not None
+        chosen = self._by_seq(chosen)
+        num_accepted = accept_equal(chosen, drafts, self.tensors["num_drafts"])
+        final = chosen.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+        return emit(drafts, final, num_accepted), num_accepted
+
+    def reject(self, scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
+        """Emits the drafts that rejection sampling accepts, and one more token."""
+        at, drafts, draft_probs = self.tensors, self.batch.draft_tokens, self.batch.draft_probs
+        assert drafts is not None and draft_probs is not None
+        weights = self._by_seq(self.target_weights(scores, best))
+        num_accepted = accept_by_ratio(weights, drafts, draft_probs, at["num_drafts"], at["coins"])
+        left = residual(weights, draft_probs, at["num_drafts"], num_accepted)
+        draws = self._by_seq(at["draws"]).gather(1, num_accepted.unsqueeze(1)).squeeze(1)
+        return emit(drafts, draw(weights_of_probs(left), draws), num_accepted), num_accepted
+
+    def target_weights(self, scores: Tensor, best: Tensor) -> Tensor:
+        """The weights of all rows, those of greedy ones on their best token alone."""
+        if Work.DRAW not in self.work:
+            return one_hot(best, scores.shape[1])
+        weights = self.weigh(scores, best)
+        if Work.GREEDY not in self.work:
+            return weights
+        greedy = self.tensors["greedy"].unsqueeze(1)
+        return torch.where(greedy, one_hot(best, weights.shape[1]), weights)
+
+    def _by_seq(self, rows: Tensor) -> Tensor:
+        """[num_logits, ...] as [num_seqs, max_drafts + 1, ...]."""
+        if "places" in self.tensors:
+            return rows[self.tensors["places"]]
+        return rows.view(*self.positions.places.shape, *rows.shape[1:])
+
+    def logprobs(self, logits: Tensor, tokens: Tensor) -> Logprobs:
+        """Of the emitted tokens; those of padding mean nothing."""
+        num_top = int(self._table["num_top"].max())
+        if not self.batch.max_drafts:
+            found = token_logprobs(logits, tokens.squeeze(1), num_top)
+            return Logprobs(*(part.unsqueeze(1) for part in found))
+        chosen = tokens[self.tensors["seqs"], self.tensors["steps"]]
+        found = token_logprobs(logits, chosen, num_top)
+        return Logprobs(*(self._by_seq(part) for part in found))

@@ -1,0 +1,103 @@
+"""Sampling for a whole batch on the device, with verification of drafted tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from anabranch.engine.logits import clean_scores
+from anabranch.engine.sample_batch import SampleBatch
+from anabranch.engine.sample_counts import TokenCounts
+from anabranch.engine.sample_output import SampleOutput
+from anabranch.engine.sample_random import DRAFT
+from anabranch.engine.sample_step import SampleStep
+from anabranch.engine.sample_weights import draw
+from anabranch.engine.sampling_params import SamplingParams
+from anabranch.engine.sampling_rows import SamplingRows, Work
+
+
+class Sampler:
+    """Every running request owns a row. No method waits for the device."""
+
+    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
+        self.vocab_size = vocab_size
+        self.device = torch.device(device)
+        self._max_num_seqs = max_num_seqs
+        self._rows = SamplingRows(max_num_seqs, vocab_size)
+        self._taken = set[int]()
+        self._counts: TokenCounts | None = None
+        self._zeros = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        self._ones = torch.ones_like(self._zeros)
+
+    def add(
+        self,
+        row: int,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int],
+        output_token_ids: Sequence[int],
+        seed: int,
+        eos_token_ids: Iterable[int] = (),
+    ) -> None:
+        """Gives a row to a request, which has outputs already if it was preempted."""
+        if not 0 <= row < self._max_num_seqs:
+            raise ValueError(f"row {row} is not one of {self._max_num_seqs}")
+        if row in self._taken:
+            raise ValueError(f"row {row} holds a request")
+        self._rows.write(row, params, seed, eos_token_ids)
+        self._taken.add(row)
+        if params.penalised:
+            if self._counts is None:
+                self._counts = TokenCounts(self._max_num_seqs, self.vocab_size, self.device)
+            self._counts.reset(row, prompt_token_ids, output_token_ids)
+
+    def remove(self, row: int) -> None:
+        """Frees a row."""
+        if row not in self._taken:
+            raise ValueError(f"row {row} holds no request")
+        self._taken.remove(row)
+
+    def sample(self, logits: Tensor, batch: SampleBatch) -> SampleOutput:
+        """The next tokens of every sequence of the batch. The logits are left as they are."""
+        self._check(logits, batch)
+        step = SampleStep(self._rows, batch, self.device)
+        scores = step.process(logits, self._counts)
+        best = scores.argmax(1)
+        if not batch.max_drafts:
+            tokens = step.choose(scores, best).unsqueeze(1)
+            num_accepted = self._zeros[: len(batch.rows)]
+            num_emitted = self._ones[: len(batch.rows)]
+        else:
+            drawn_drafts = Work.DRAW in step.work and batch.draft_probs is not None
+            tokens, num_accepted = (
+                step.reject(scores, best) if drawn_drafts else step.match(step.choose(scores, best))
+            )
+            num_emitted = num_accepted + 1
+        if Work.PENALTIES in step.work:
+            assert self._counts is not None
+            self._counts.emit(step.tensors["seq_rows"], tokens, num_emitted)
+        logprobs = step.logprobs(logits, tokens) if Work.LOGPROBS in step.work else None
+        return SampleOutput(tokens, num_emitted, num_accepted, logprobs)
+
+    def propose(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:
+        """Draft tokens [num_seqs] and the probabilities [num_seqs, vocab] they are drawn from.
+
+        `batch` has no drafts, and in `num_outputs` the position of the token to draft. Temperature
+        and filters are those of the request; biases and penalties are left to verification.
+        """
+        self._check(logits, batch)
+        step = SampleStep(self._rows, batch, self.device, stream=DRAFT)
+        scores = clean_scores(logits)
+        best = scores.argmax(1)
+        weights = step.target_weights(scores, best)
+        tokens = draw(weights, step.tensors["draws"]) if Work.DRAW in step.work else best
+        total = weights.sum(1, keepdim=True, dtype=torch.int64).clamp_(min=1)
+        return tokens, weights / total
+
+    def _check(self, logits: Tensor, batch: SampleBatch) -> None:
+        if logits.shape != (batch.num_logits, self.vocab_size):
+            wanted = [batch.num_logits, self.vocab_size]
+            raise ValueError(f"logits are {[*logits.shape]}, the batch needs {wanted}")
+        if missing := set(batch.rows) - self._taken:
+            raise ValueError(f"rows {sorted(missing)} hold no request")

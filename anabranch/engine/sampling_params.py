@@ -1,0 +1,160 @@
+"""How the tokens of a request are chosen, and when it ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, cast
+
+GREEDY_TEMPERATURE = 1e-5
+_BEAM_SEARCH = ("best_of", "use_beam_search", "length_penalty", "early_stopping")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """Options of one request. Unknown options and values out of range are errors.
+
+    A temperature below 1e-5, or `top_k=1`, takes the most likely token. `top_k` 0 or -1 keeps all
+    tokens. `max_tokens=None` is as many as the context holds. `speculate=None` leaves the choice
+    to the engine.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    skip_special_tokens: bool = True
+    truncate_prompt_tokens: int | None = None
+    speculate: bool | None = None
+
+    def __post_init__(self) -> None:
+        for name, value in {
+            "top_k": 0 if _whole("top_k", self.top_k, -1) == -1 else self.top_k,
+            "stop": _strings("stop", self.stop),
+            "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
+            "logit_bias": _biases(self.logit_bias),
+        }.items():
+            object.__setattr__(self, name, value)
+        self._check_numbers()
+        self._check_lengths()
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
+            _flag(name, getattr(self, name))
+        if self.speculate is not None:
+            _flag("speculate", self.speculate)
+
+    def _check_numbers(self) -> None:
+        _real("temperature", self.temperature, 0.0)
+        if _real("top_p", self.top_p, 0.0, 1.0) == 0:
+            raise ValueError(f"top_p must be above 0, got {self.top_p!r}")
+        _real("min_p", self.min_p, 0.0, 1.0)
+        _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if _real("repetition_penalty", self.repetition_penalty, 0.0) == 0:
+            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
+        if self.seed is not None:
+            _whole("seed", self.seed, -(2**63), 2**63 - 1)
+
+    def _check_lengths(self) -> None:
+        _whole("n", self.n, 1)
+        _whole("min_tokens", self.min_tokens, 0)
+        for name in ("max_tokens", "truncate_prompt_tokens"):
+            if (value := getattr(self, name)) is not None:
+                _whole(name, value, 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                _whole(name, value, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
+
+    @property
+    def penalised(self) -> bool:
+        """Whether earlier tokens change the scores of later ones."""
+        penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
+        return any(penalties)
+
+    @classmethod
+    def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
+        """From named options, as of a JSON body. Refuses those that would have no effect."""
+        if beam := [name for name in _BEAM_SEARCH if name in options]:
+            raise ValueError(f"beam search is not supported, got {', '.join(beam)}")
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(options) - known):
+            raise ValueError(f"unknown sampling options: {', '.join(unknown)}")
+        return cls(**options)
+
+
+def _whole(name: str, value: Any, low: int, high: int | None = None) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{name} must be an integer, got {value!r}")
+    if value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {_range(low, high)}, got {value!r}")
+    return value
+
+
+def _real(name: str, value: Any, low: float, high: float | None = None) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {value!r}")
+    if not math.isfinite(value) or value < low or (high is not None and value > high):
+        raise ValueError(f"{name} must be {_range(low, high)} and finite, got {value!r}")
+    return value
+
+
+def _range(low: float, high: float | None) -> str:
+    return f"at least {low}" if high is None else f"from {low} to {high}"
+
+
+def _flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+
+
+def _items(name: str, values: Any) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ValueError(f"{name} must be a list, got {values!r}")
+    return tuple(cast("Iterable[Any]", values))
+
+
+def _strings(name: str, values: Any) -> tuple[str, ...]:
+    strings = (values,) if isinstance(values, str) else _items(name, values)
+    for string in strings:
+        if not isinstance(string, str) or not string:
+            raise ValueError(f"{name} must hold strings that are not empty, got {string!r}")
+    return strings
+
+
+def _token_ids(name: str, values: Any) -> tuple[int, ...]:
+    return tuple(_whole(f"a token of {name}", token, 0) for token in _items(name, values))
+
+
+def _biases(values: Any) -> dict[int, float]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise ValueError(f"logit_bias must map tokens to numbers, got {values!r}")
+    biases = cast("Mapping[Any, Any]", values)
+    return {
+        _whole("a token of logit_bias", token, 0): _real("a logit_bias", bias, -100.0, 100.0)
+        for token, bias in biases.items()
+    }

@@ -1,0 +1,142 @@
+"""Which tokens of which sequences run in the next step.
+
+The oldest come first. A sequence runs what it has not computed: a prompt in chunks, then a token
+at a time, with drafts behind it. When pages run out, the youngest gives its pages up and computes
+them again later.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, replace
+
+from anabranch.cache.page_pool import PagePool
+from anabranch.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Scheduled:
+    """A run of tokens of one sequence: known and pending ones, then drafts, then padding."""
+
+    seq: Sequence
+    start: int  # position of the first
+    num_tokens: int
+    num_drafts: int = 0
+    num_padding: int = 0  # positions computed for the sake of an equal number for all
+    first_draft: int = 0  # which of the sequence's drafts comes first
+    samples: bool = True  # the sequence is computed to its end and gets a token
+
+    @property
+    def num_known(self) -> int:
+        """Tokens of the sequence proper."""
+        return self.num_tokens - self.num_drafts - self.num_padding
+
+    @property
+    def decoding(self) -> bool:
+        """Whether it goes on from the last output token."""
+        return self.num_known == 1 and self.start >= self.seq.prompt_len
+
+
+class Scheduler:
+    """Waiting and running sequences, the oldest first."""
+
+    def __init__(self, pool: PagePool, max_num_seqs: int, max_num_tokens: int) -> None:
+        self.pool = pool
+        self.max_num_tokens = max_num_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+        self._rows = list(range(max_num_seqs))[::-1]
+
+    def add(self, seq: Sequence) -> None:
+        """Queue a new sequence."""
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Give back all a sequence holds, wherever it is."""
+        if seq in self.running:
+            self.running.remove(seq)
+            self._release(seq)
+        elif seq in self.waiting:
+            self.waiting.remove(seq)
+
+    def schedule(self) -> list[Scheduled]:
+        """The next step. Sequences in it count as computed from now on, drafts apart."""
+        budget = self.max_num_tokens
+        step: list[Scheduled] = []
+        preempted = self.num_preemptions
+        for seq in tuple(self.running):
+            if seq.row is None or seq.exhausted or budget <= 0:
+                continue  # preempted just now, or waits for its last result
+            run = self._run(seq, budget)
+            if run is not None:
+                step.append(run)
+                budget -= run.num_tokens
+        if preempted == self.num_preemptions:
+            while budget > 0 and self.waiting and self._rows:
+                run = self._admit(self.waiting[0], budget)
+                if run is None:
+                    break
+                step.append(run)
+                budget -= run.num_tokens
+        for run in step:
+            run.seq.num_computed = run.start + run.num_known
+            run.seq.num_pending += run.samples
+        return step
+
+    def pad(self, step: list[Scheduled], num_tokens: int) -> list[Scheduled]:
+        """Give every sequence the same number of tokens, if pages and context allow it for all."""
+        padded: list[Scheduled] = []
+        for run in step:
+            more = num_tokens - run.num_tokens
+            if more and not run.seq.pages.grow(run.start + num_tokens):
+                return step
+            padded.append(replace(run, num_tokens=num_tokens, num_padding=more))
+        return padded
+
+    def _run(self, seq: Sequence, budget: int) -> Scheduled | None:
+        drafts = seq.num_drafts if seq.num_uncomputed == 1 else 0
+        num_tokens = min(seq.num_uncomputed + drafts, budget)
+        drafts = min(drafts, num_tokens - 1)
+        if drafts and seq.pages.num_missing(seq.num_computed + num_tokens) > self.pool.num_free:
+            num_tokens, drafts = num_tokens - drafts, 0  # a draft is not worth a preemption
+        while not seq.pages.grow(seq.num_computed + num_tokens):
+            youngest = self.running[-1]
+            self._preempt(youngest)
+            if youngest is seq:
+                return None
+        samples = num_tokens - drafts == seq.num_uncomputed
+        return Scheduled(seq, seq.num_computed, num_tokens, drafts, samples=samples)
+
+    def _admit(self, seq: Sequence, budget: int) -> Scheduled | None:
+        if seq.pages.num_missing(0) or seq.num_pending:
+            return None
+        cached = 0
+        if seq.params.prompt_logprobs is None:
+            cached = seq.pages.match_prefix(seq.tokens)
+        if seq.pages.num_missing(seq.length) > self.pool.num_free:
+            seq.pages.release()
+            return None
+        if not seq.num_preemptions:
+            seq.num_cached = cached
+        seq.num_computed = seq.num_draft_computed = cached
+        num_tokens = min(seq.num_uncomputed, budget)
+        seq.pages.grow(seq.num_computed + num_tokens)
+        seq.row = self._rows.pop()
+        self.running.append(self.waiting.popleft())
+        samples = num_tokens == seq.num_uncomputed
+        return Scheduled(seq, seq.num_computed, num_tokens, samples=samples)
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self._release(seq)
+        seq.num_preemptions += 1
+        self.num_preemptions += 1
+        self.waiting.appendleft(seq)
+
+    def _release(self, seq: Sequence) -> None:
+        seq.pages.release()
+        seq.num_computed = seq.num_draft_computed = 0
+        if seq.row is not None:
+            self._rows.append(seq.row)
+            seq.row = None

@@ -1,0 +1,52 @@
+"""What a GGUF file says about its model, checked when opened."""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModel:
+    """An open GGUF file: its metadata by key, and its tensors, which are read when asked for."""
+
+    path: Path
+    metadata: dict[str, Any]
+    tensors: dict[str, gguf.ReaderTensor]
+
+    @property
+    def architecture(self) -> str:
+        """The name of the architecture, such as "llama"."""
+        return self.required("general.architecture")
+
+    def required(self, key: str) -> Any:
+        """The value of `key`; a file without it is refused."""
+        if key not in self.metadata:
+            raise ValueError(f"{self.path} has no {key} in its metadata")
+        return self.metadata[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of `key`, or `default`."""
+        return self.metadata.get(key, default)
+
+    def shape(self, name: str, default: Any = None) -> Any:
+        """The value of `ARCHITECTURE.name`; without a default it has to be there."""
+        key = f"{self.architecture}.{name}"
+        return self.required(key) if default is None else self.get(key, default)
+
+
+def open_gguf(path: Path) -> GGUFModel:
+    """Read the metadata of a GGUF file; what is damaged or cut short is a ValueError."""
+    with path.open("rb") as file:
+        if (magic := file.read(4)) != b"GGUF":
+            raise ValueError(f"{path} is no GGUF file: it begins with {magic!r}")
+    try:
+        reader = gguf.GGUFReader(path)
+        metadata = {key: field.contents() for key, field in reader.fields.items()}
+    except (ValueError, IndexError, KeyError, OverflowError, struct.error, UnicodeError) as error:
+        raise ValueError(f"{path} is damaged or cut short: {error}") from error
+    return GGUFModel(path, metadata, {tensor.name: tensor for tensor in reader.tensors})

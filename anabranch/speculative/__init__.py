@@ -1,0 +1,1 @@
+"""Speculative decoding: proposing tokens and verifying them."""

@@ -1,0 +1,34 @@
+"""What the engine asks of a proposer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+if TYPE_CHECKING:
+    from anabranch.engine.scheduler import Scheduled
+    from anabranch.engine.sequence import Sequence
+
+
+class Proposer(Protocol):
+    """Drafts tokens for sequences that are decoding."""
+
+    on_device: bool  # drafts are made on the device, after scheduling
+
+    def prepare(self, seqs: Seq[Sequence], num_drafts: int) -> None:
+        """Before scheduling: set `num_drafts`, and `drafts` if the host knows them."""
+        ...
+
+    def propose(self, step: Seq[Scheduled]) -> torch.Tensor | None:
+        """After scheduling: put drafts into the device's table; their probabilities if drawn."""
+        ...
+
+    def finish(self, run: Scheduled, num_accepted: int) -> None:
+        """After verification of one sequence."""
+        ...
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence is over."""
+        ...
