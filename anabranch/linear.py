@@ -19,9 +19,8 @@ def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -
     w     [n, k]
     bias  [n]
 
-    On a GPU, products in 16 bits with up to 64 rows go to a kernel of ours, summed in float32;
-    everything else is torch's. Launches on one device must follow each other in one stream. The
-    first call on a device must not be captured in a graph.
+    On a GPU, products in 16 bits with one or two rows go to a kernel of ours, summed in float32;
+    everything else is torch's.
     """
     _check(x, w, bias)
     if torch.compiler.is_compiling():
@@ -55,17 +54,14 @@ def choose(x: torch.Tensor, w: torch.Tensor) -> LinearConfig | None:
     config = select_linear(x.shape[0], n, k, x.element_size()) if aligned else None
     if config is None:
         return None
-    _, shared_bytes, hopper = _limits(x.device)
-    return fit_linear(config, x.element_size(), shared_bytes, hopper=hopper)
+    return fit_linear(config, hopper=_is_hopper(x.device))
 
 
 @lru_cache
-def _limits(device: torch.device) -> tuple[int, int, bool]:
-    """Multiprocessors, shared memory of a program, whether it is a Hopper GPU or a later one."""
+def _is_hopper(device: torch.device) -> bool:
+    """Whether it is a Hopper GPU or a later one."""
     properties = cast("Any", torch.cuda.get_device_properties)(device)  # pyright: ignore
-    shared_bytes: int = getattr(properties, "shared_memory_per_block_optin", 64 * 1024)
-    hopper = torch.version.hip is None and properties.major >= 9
-    return properties.multi_processor_count, shared_bytes, hopper
+    return torch.version.hip is None and properties.major >= 9
 
 
 def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -80,7 +76,7 @@ def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torc
         rows = rows.clone(memory_format=torch.contiguous_format)
     bias = None if bias is None else bias.contiguous()
     y = x.new_empty(rows.shape[0], w.shape[0])
-    launch(rows, w, bias, y, config, _limits(x.device)[0])
+    launch(rows, w, bias, y, config)
     return y.view(*x.shape[:-1], w.shape[0])
 
 

@@ -49,9 +49,10 @@ def _stops(request: Request, seq: Sequence, token: int) -> bool:
         seq.finish_reason = "stop"
         if token in seq.params.stop_token_ids:
             seq.stop_reason = token
-    if seq.finish_reason is None or not seq.params.skip_special_tokens:
-        stopped = stream.push(token)
-        if stopped and not early and seq.finish_reason is None:
+    written = seq.params.include_stop_str_in_output or not seq.params.skip_special_tokens
+    if seq.finish_reason is None or written:
+        stopped = stream.push(token, may_stop=not early and seq.finish_reason is None)
+        if stopped:
             seq.finish_reason, seq.stop_reason = "stop", stream.stopped_by
     if seq.finish_reason is None and seq.num_output >= seq.max_tokens:
         seq.finish_reason = "length"

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from anabranch.engine.engine import Engine
@@ -27,19 +28,20 @@ class _Listener:
 
     loop: asyncio.AbstractEventLoop
     ready: asyncio.Event = field(default_factory=asyncio.Event)
-    newest: Outcome | None = None
+    newest: deque[Outcome] = field(default_factory=lambda: deque[Outcome](maxlen=1))
 
     def tell(self, outcome: Outcome) -> None:
         """From the engine's thread."""
-        self.newest = outcome
-        self.loop.call_soon_threadsafe(self.ready.set)
+        self.newest.append(outcome)
+        with suppress(RuntimeError):  # the reader's loop is closed
+            self.loop.call_soon_threadsafe(self.ready.set)
 
     async def next(self) -> Outcome:
         """The newest outcome, once."""
-        await self.ready.wait()
-        self.ready.clear()
-        outcome, self.newest = self.newest, None
-        return outcome if outcome is not None else await self.next()
+        while not self.newest:
+            await self.ready.wait()
+            self.ready.clear()
+        return self.newest.pop()
 
 
 class AsyncLLM:
@@ -75,7 +77,8 @@ class AsyncLLM:
                 yield outcome
         finally:
             if not finished:
-                self._call(lambda: self._abort(request_id, listener))
+                with suppress(EngineDead):
+                    self._call(lambda: self._abort(request_id, listener))
 
     @property
     def alive(self) -> bool:
@@ -101,7 +104,7 @@ class AsyncLLM:
     ) -> None:
         try:
             self.engine.add_request(request_id, prompt, params)
-        except ValueError as error:
+        except Exception as error:  # whatever is wrong with it, the others go on
             listener.tell(error)
         else:
             self._listeners[request_id] = listener
@@ -121,7 +124,8 @@ class AsyncLLM:
         with self._wake:  # nothing is added behind this
             self.error = self.error or EngineDead("the engine was closed")
             while self._calls:
-                self._calls.popleft()()
+                with suppress(Exception):  # of an engine in whatever state it failed
+                    self._calls.popleft()()
         for listener in self._listeners.values():
             listener.tell(EngineDead(f"the engine failed: {self.error!r}"))
 

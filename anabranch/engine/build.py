@@ -15,6 +15,9 @@ from anabranch.engine.inputs import StepInputs
 from anabranch.engine.layout import Scorer
 from anabranch.engine.runner import Progress, Runner
 from anabranch.models import LoadedModel, load_model
+from anabranch.models.join import join_projections
+from anabranch.models.linear import use_few_row_linear
+from anabranch.speculative.draft_model import CATCH_UP
 
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
@@ -68,12 +71,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         limits.max_num_seqs, 1 + limits.max_drafts, dtype=torch.int64, device=device
     )
     scorer = speculative.scorer if speculative else Scorer.MULTI_QUERY
-    runner = _bind(target, layers, limits, unseen, scorer, 0)
+    runner = _bind(target, layers, limits, unseen, scorer)
     drafter = None
     if draft is not None:
-        drafter = _bind(
-            draft, draft_layers, limits, unseen, Scorer.MULTI_QUERY, limits.max_num_seqs
-        )
+        drafter = _bind(draft, draft_layers, limits, unseen, Scorer.MULTI_QUERY)
     if config.compile:
         for each in (runner, drafter):
             if each is not None:
@@ -83,7 +84,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         lengths = {1, 1 + limits.max_drafts}
         runner.capture([GraphKey(q, b) for q in lengths for b in batches], say)
         if drafter is not None:
-            drafter.capture([GraphKey(q, b) for q in (1, 2) for b in batches], say)
+            drafter.capture([GraphKey(q, b) for q in (1, CATCH_UP) for b in batches], say)
     return Built(target, device, limits, runner, drafter, unseen)
 
 
@@ -111,9 +112,8 @@ def _load(source: str, config: EngineConfig, device: torch.device, say: Progress
         progress=lambda what: say(what, 0, 0),
     )
     if config.join_projections:
-        from anabranch.models.join import join_projections
-
         join_projections(loaded.model)
+    use_few_row_linear(loaded.model)
     return loaded
 
 
@@ -217,27 +217,19 @@ def _bind(
     limits: Limits,
     unseen: torch.Tensor,
     scorer: Scorer,
-    more_tokens: int,
 ) -> Runner:
     shapes: list[LayerShape] = list(layers.values())
     caches = allocate_layers(shapes, limits.num_pages, limits.page_size, unseen.device)
-    rows = limits.max_num_seqs
-    if scorer is Scorer.BATCH_EXPANSION:
-        rows *= 1 + limits.max_drafts
-    inputs = StepInputs(
-        max_num_tokens=limits.max_num_tokens
-        + limits.max_num_seqs * limits.max_drafts
-        + more_tokens,
-        max_num_seqs=rows,
-        max_num_pages=-(-(limits.max_model_len + limits.max_drafts) // limits.page_size),
-        unseen=unseen,
-        device=unseen.device,
-    )
-    return Runner(
-        loaded.model,
-        layers,
-        caches,
-        inputs,
-        scorer=scorer,
-        table_width=unseen.shape[1],
-    )
+    width = 1 + limits.max_drafts
+    seqs = limits.max_num_seqs * (width if scorer is Scorer.BATCH_EXPANSION else 1)
+    decoding = limits.max_num_seqs * max(width, CATCH_UP)
+    inputs = [
+        StepInputs(
+            max_num_tokens=num_tokens,
+            max_num_seqs=seqs,
+            max_num_pages=-(-(limits.max_model_len + limits.max_drafts) // limits.page_size),
+            device=unseen.device,
+        )
+        for num_tokens in (decoding, limits.max_num_tokens + decoding)
+    ]
+    return Runner(loaded.model, layers, caches, inputs, unseen, scorer)

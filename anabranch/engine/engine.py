@@ -16,6 +16,7 @@ from anabranch.engine.arrivals import arrive
 from anabranch.engine.build import Built, build, text_config, vocab_size
 from anabranch.engine.config import EngineConfig
 from anabranch.engine.launch import Launched, Launcher
+from anabranch.engine.layout import short_first
 from anabranch.engine.prompts import Prompt, encode_prompt
 from anabranch.engine.request import Request
 from anabranch.engine.runner import Progress
@@ -58,6 +59,7 @@ class Engine:
         self._launcher = Launcher(built, sampler, self._proposer, self.eos_ids)
         self._requests: dict[str, Request] = {}
         self._pipelined = self.device.type == "cuda"
+        self._pads = len(built.runner.graphs) > 0  # graphs hold equally many tokens of all
         self._flying: Launched | None = None
 
     @property
@@ -158,16 +160,16 @@ class Engine:
         """Run one step; the requests that have new tokens or are over."""
         changed: list[Request] = []
         num_drafts = self._choose_drafts()
-        if self._flying and num_drafts:
+        if self._flying and (num_drafts or self._flying.has_drafts):
             changed += self._land()
-            num_drafts = self._choose_drafts()
         self._draft_on_host(num_drafts)
-        step = self.scheduler.schedule()
-        if any(run.num_drafts for run in step) and all(run.decoding for run in step):
+        step = short_first(self.scheduler.schedule())
+        if self._pads and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)
         launched = self._launcher.launch(step, self.stats.num_steps) if step else None
         self.stats.num_steps += launched is not None
         self.stats.num_preemptions = self.scheduler.num_preemptions
+        self.stats.num_cached_tokens = self.scheduler.num_cached_tokens
         if self._flying:
             changed += self._land()
         self._flying = launched
@@ -201,6 +203,7 @@ class Engine:
         changed: dict[str, Request] = {}
         place = 0
         for run in launched.step:
+            self.stats.num_prompt_tokens += 0 if run.decoding else run.num_known
             if run.samples and samples is not None:
                 tokens = samples.tokens[place]
                 logprobs = samples.logprobs[place] if samples.logprobs else None
@@ -230,8 +233,7 @@ class Engine:
         self._count(run, accepted)
         if seq.row is not None:  # not preempted meanwhile
             seq.num_computed += accepted
-        if run in launched.prompts:
-            seq.prompt_logprobs += launched.prompts[run].wait()
+        self._land_prompt(run, launched)
         added = arrive(
             request,
             seq,
@@ -251,10 +253,15 @@ class Engine:
 
     def _land_chunk(self, run: Scheduled, launched: Launched) -> None:
         """A part of a prompt was computed."""
-        if run in launched.prompts:
-            run.seq.prompt_logprobs += launched.prompts[run].wait()
+        self._land_prompt(run, launched)
         if run.seq.row is not None:
             self._remember(run, 0)
+
+    def _land_prompt(self, run: Scheduled, launched: Launched) -> None:
+        """Keep logprobs of a prompt's tokens by position: a preempted prompt is run again."""
+        if run in launched.prompts:
+            entries = launched.prompts[run].wait()
+            run.seq.prompt_logprobs[run.start : run.start + len(entries)] = entries
 
     def _remember(self, run: Scheduled, num_accepted: int) -> None:
         seq, computed = run.seq, run.seq.num_computed
@@ -266,7 +273,6 @@ class Engine:
             seq.pages.remember(seq.tokens, computed)
 
     def _count(self, run: Scheduled, accepted: int) -> None:
-        self.stats.num_prompt_tokens += 0 if run.decoding else run.num_known
         if run.num_drafts:
             self.stats.speculative.count(run.num_drafts, accepted, self.limits.max_drafts)
             self.adaptive.count(run.num_drafts, accepted)

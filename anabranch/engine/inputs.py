@@ -1,104 +1,131 @@
-"""The model's inputs in persistent device memory, filled anew for each step.
+"""The model's inputs in persistent device memory, filled anew for each step by two copies.
 
 A captured graph reads these buffers at fixed addresses. The host writes into one of two pinned
-copies in turn, because the copy of the step in flight may not have been read yet.
+copies in turn, because that of the step in flight may not have been read yet.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from anabranch.engine.layout import Layout
-from anabranch.engine.step import Step
+from anabranch.engine.step import Group, Step
 
 NUM_STAGES = 2
+INT32 = ("cu_seqlens", "cu_long", "seq_lens")
+Views = dict[str, torch.Tensor]
 
 
 class StepInputs:
-    """Buffers for the largest step there can be."""
+    """Buffers for steps of up to some number of tokens and sequences."""
 
     def __init__(
-        self,
-        *,
-        max_num_tokens: int,
-        max_num_seqs: int,
-        max_num_pages: int,
-        unseen: torch.Tensor,  # int64: tokens the host has not seen
-        device: torch.device,
+        self, *, max_num_tokens: int, max_num_seqs: int, max_num_pages: int, device: torch.device
     ) -> None:
-        self.device = device
-        self.unseen = unseen
+        self.max_num_tokens = max_num_tokens
+        self.max_num_seqs = max_num_seqs
+        on_gpu = device.type == "cuda"
         sizes = {
-            "ids": ((max_num_tokens,), torch.int64),
-            "sources": ((max_num_tokens,), torch.int64),
-            "positions": ((max_num_tokens,), torch.int64),
-            "slots": ((max_num_tokens,), torch.int64),
-            "logit_rows": ((max_num_tokens,), torch.int64),
-            "cu_seqlens": ((max_num_seqs + 1,), torch.int32),
-            "seq_lens": ((max_num_seqs,), torch.int32),
-            "pages": ((max_num_seqs, max_num_pages), torch.int32),
+            "ids": max_num_tokens,
+            "sources": max_num_tokens,
+            "positions": max_num_tokens,
+            "slots": max_num_tokens,
+            "logit_rows": max_num_tokens,
+            "cu_seqlens": max_num_seqs + 1,
+            "cu_long": max_num_seqs + 1,
+            "seq_lens": max_num_seqs,
         }
-        pinned = device.type == "cuda"
+        pages = (max_num_seqs, max_num_pages)
         self._stages = [
-            {
-                name: torch.zeros(shape, dtype=dtype, pin_memory=pinned)
-                for name, (shape, dtype) in sizes.items()
-            }
-            for _ in range(NUM_STAGES if pinned else 1)
+            _Buffers.make(sizes, pages, torch.device("cpu"), pinned=on_gpu)
+            for _ in range(NUM_STAGES if on_gpu else 1)
         ]
         self._turn = 0
-        self._buffers = {
-            name: torch.zeros(shape, dtype=dtype, device=device)
-            for name, (shape, dtype) in sizes.items()
-        }
-        self.ids = torch.zeros(max_num_tokens, dtype=torch.int64, device=device)
+        self._device = _Buffers.make(sizes, pages, device, pinned=False)
 
     def load(self, layout: Layout, num_tokens: int, num_seqs: int) -> None:
         """Copy a layout to the device, followed by inert tokens and sequences up to these sizes."""
         self._turn = (self._turn + 1) % len(self._stages)
-        stage = {name: tensor.numpy() for name, tensor in self._stages[self._turn].items()}
-        _fill(stage["ids"], layout.ids, 0, num_tokens)
-        _fill(stage["sources"], layout.sources, -1, num_tokens)
-        _fill(stage["positions"], layout.positions, 0, num_tokens)
-        _fill(stage["slots"], layout.slots, -1, num_tokens)
-        _fill(stage["logit_rows"], layout.logit_rows, 0, len(layout.logit_rows))
-        _fill(stage["seq_lens"], layout.seq_lens, 0, num_seqs)
-        _fill_bounds(stage["cu_seqlens"], layout, num_tokens, num_seqs)
-        for row, pages in zip(stage["pages"], layout.pages, strict=False):
+        stage = self._stages[self._turn]
+        views = {name: view.numpy() for name, view in stage.views.items()}
+        _fill(views["ids"], layout.ids, 0, num_tokens)
+        _fill(views["sources"], layout.sources, -1, num_tokens)
+        _fill(views["positions"], layout.positions, 0, num_tokens)
+        _fill(views["slots"], layout.slots, -1, num_tokens)
+        _fill(views["logit_rows"], layout.logit_rows, 0, len(layout.logit_rows))
+        _fill(views["seq_lens"], layout.seq_lens, 0, num_seqs)
+        _fill_bounds(views["cu_seqlens"], layout, num_tokens, num_seqs)
+        long = layout.cu_seqlens[layout.num_short :]
+        _fill(views["cu_long"], long - long[0], 0, len(long))
+        for row, pages in zip(stage.pages.numpy(), layout.pages, strict=False):
             row[: len(pages)] = pages
-        counts = {"cu_seqlens": num_seqs + 1, "seq_lens": num_seqs, "pages": layout.num_seqs}
-        counts["logit_rows"] = len(layout.logit_rows)
-        for name, source in self._stages[self._turn].items():
-            count = counts.get(name, num_tokens)
-            self._buffers[name][:count].copy_(source[:count], non_blocking=True)
-        self._resolve_ids(num_tokens, bool((layout.sources >= 0).any()))
+        self._device.memory.copy_(stage.memory, non_blocking=True)
+        used = layout.num_seqs
+        self._device.pages[:used].copy_(stage.pages[:used], non_blocking=True)
 
-    def _resolve_ids(self, num_tokens: int, unseen: bool) -> None:
-        ids, sources = self._buffers["ids"][:num_tokens], self._buffers["sources"][:num_tokens]
-        if unseen:
-            known = self.unseen.flatten()[sources.clamp(min=0)]
-            torch.where(sources < 0, ids, known, out=self.ids[:num_tokens])
-        else:
-            self.ids[:num_tokens].copy_(ids)
-
-    def step(self, num_seqs: int, num_tokens: int) -> Step:
-        """What attention reads of the buffers."""
-        return Step(
-            self._buffers["cu_seqlens"][: num_seqs + 1],
-            self._buffers["seq_lens"][:num_seqs],
-            self._buffers["pages"][:num_seqs],
-            self._buffers["slots"][:num_tokens],
-        )
+    def ids(self, num_tokens: int, unseen: torch.Tensor) -> torch.Tensor:
+        """Token ids, with those the host has not seen from the device's table."""
+        ids, sources = (self._device.views[name][:num_tokens] for name in ("ids", "sources"))
+        return torch.where(sources < 0, ids, unseen.flatten()[sources.clamp(min=0)])
 
     def positions(self, num_tokens: int) -> torch.Tensor:
         """Of every token in its sequence."""
-        return self._buffers["positions"][:num_tokens]
+        return self._device.views["positions"][:num_tokens]
 
     def logit_rows(self, count: int) -> torch.Tensor:
         """Tokens whose logits are wanted."""
-        return self._buffers["logit_rows"][:count]
+        return self._device.views["logit_rows"][:count]
+
+    def step(self, num_tokens: int, num_seqs: int, short: tuple[int, int] | None = None) -> Step:
+        """What attention reads; `short` are tokens and sequences to be attended to apart."""
+        views = self._device.views
+        bounds, starts = [0, num_tokens], [0, num_seqs]
+        if short is not None:
+            bounds.insert(1, short[0])
+            starts.insert(1, short[1])
+        groups = [
+            Group(
+                slice(bounds[i], bounds[i + 1]),
+                views["cu_long" if i else "cu_seqlens"][: starts[i + 1] - starts[i] + 1],
+                views["seq_lens"][starts[i] : starts[i + 1]],
+                self._device.pages[starts[i] : starts[i + 1]],
+            )
+            for i in range(len(bounds) - 1)
+        ]
+        return Step(groups, views["slots"][:num_tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class _Buffers:
+    """One piece of memory under several names, and a page table."""
+
+    memory: torch.Tensor  # uint8
+    views: Views
+    pages: torch.Tensor  # int32 [max_num_seqs, max_num_pages]
+
+    @staticmethod
+    def make(
+        sizes: dict[str, int], pages: tuple[int, int], device: torch.device, *, pinned: bool
+    ) -> _Buffers:
+        dtypes = {name: torch.int32 if name in INT32 else torch.int64 for name in sizes}
+        starts: dict[str, int] = {}
+        end = 0
+        for name, size in sizes.items():
+            starts[name] = end
+            end += -(-size * dtypes[name].itemsize // 16) * 16
+        memory = torch.zeros(end, dtype=torch.uint8, device=device, pin_memory=pinned)
+        views = {
+            name: memory[starts[name] : starts[name] + size * dtypes[name].itemsize].view(
+                dtypes[name]
+            )
+            for name, size in sizes.items()
+        }
+        table = torch.zeros(pages, dtype=torch.int32, device=device, pin_memory=pinned)
+        return _Buffers(memory, views, table)
 
 
 def _fill(target: NDArray[np.integer], values: NDArray[np.int64], rest: int, size: int) -> None:

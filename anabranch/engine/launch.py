@@ -53,6 +53,11 @@ class Launched:
     graphed: bool
     prompts: dict[Scheduled, PendingPrompt] = field(default_factory=dict[Scheduled, PendingPrompt])
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the host does not know yet how many tokens come out."""
+        return any(run.num_drafts for run in self.step)
+
 
 class Launcher:
     """Runs the stages of a step in order."""
@@ -78,9 +83,11 @@ class Launcher:
                 probs = self._proposer.propose(step)
         with clock.stage("scoring" if drafts else "model"):
             logits = self._built.runner.run(step)
+            graphed = logits.every is not None
+            logits = self._only_sampled(step, logits)
         with clock.stage("verification" if drafts else "sampling"):
             samples, prompts = self._sample(step, logits, probs)
-        return Launched(number, step, samples, clock, logits.every is not None, prompts)
+        return Launched(number, step, samples, clock, graphed, prompts)
 
     def _own_rows(self, step: list[Scheduled]) -> None:
         """Tell the sampler about sequences that have a new row."""
@@ -94,6 +101,17 @@ class Launcher:
             self._owners[seq.row] = seq
             prompt = seq.tokens[: seq.prompt_len]
             self._sampler.add(seq.row, seq.params, prompt, seq.output, seq.seed, self._eos_ids)
+
+    def _only_sampled(self, step: list[Scheduled], logits: StepLogits) -> StepLogits:
+        """A graph gives logits of a prompt's every token, when prompts happen to be as short."""
+        if logits.every is None or all(run.num_known == 1 for run in step):
+            return logits
+        wanted = [
+            logits.every * place + row
+            for place, run in enumerate(step)
+            for row in range(run.num_known - 1, run.num_known + run.num_drafts)
+        ]
+        return StepLogits(logits.rows[self._to_device(wanted)], None)
 
     def _sample(
         self, step: list[Scheduled], logits: StepLogits, probs: torch.Tensor | None
@@ -128,7 +146,7 @@ class Launcher:
         for run in step:
             wanted = run.seq.params.prompt_logprobs
             count = (1 + run.num_drafts) if run.samples else 0
-            if wanted is not None and run.start < run.seq.prompt_len:
+            if wanted is not None and run.scores_prompt:
                 count = run.num_tokens
                 prompts |= self._prompt_logprobs(run, logits.rows[start : start + count], wanted)
                 kept += [start + count - 1] if run.samples else []
@@ -144,7 +162,7 @@ class Launcher:
     ) -> dict[Scheduled, PendingPrompt]:
         stop = min(run.start + run.num_tokens + 1, run.seq.prompt_len)
         targets = run.seq.tokens[run.start + 1 : stop]
-        if not targets or len(run.seq.prompt_logprobs) >= run.seq.prompt_len - 1:
+        if not targets or len(run.seq.prompt_logprobs) >= stop - 1:
             return {}
         found = prompt_logprobs(rows[: len(targets)], self._to_device(targets), wanted)
         return {run: PendingPrompt(download(found._asdict()), targets, wanted)}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from anabranch.engine.scheduler import Scheduled
 
 Ints = NDArray[np.int64]
+SHORT = 32  # queries of a sequence up to which it is attended to like a decode
 
 
 class Scorer(StrEnum):
@@ -38,6 +39,7 @@ class Layout:
     seq_lens: Ints
     pages: list[list[int]]  # for each sequence
     logit_rows: Ints
+    num_short: int  # sequences with few queries, if they come first
 
     @property
     def num_tokens(self) -> int:
@@ -49,11 +51,23 @@ class Layout:
         """Sequences as attention sees them."""
         return len(self.seq_lens)
 
+    @property
+    def short(self) -> tuple[int, int] | None:
+        """Tokens and sequences in front that are better attended to apart from the rest."""
+        if 0 < self.num_short < self.num_seqs:
+            return int(self.cu_seqlens[self.num_short]), self.num_short
+        return None
+
+
+def short_first(step: list[Scheduled]) -> list[Scheduled]:
+    """Sequences with few queries before the others, as attention wants them."""
+    return sorted(step, key=lambda run: run.num_tokens > SHORT)
+
 
 def lay_out(
     step: Sequence[Scheduled], scorer: Scorer, page_size: int, table_width: int, every_row: bool
 ) -> Layout:
-    """Arrays of a step. `every_row` asks for the logits of every token."""
+    """Arrays of a step, short sequences first. `every_row` asks for the logits of every token."""
     bounds = np.cumsum([0, *(run.num_tokens for run in step)])
     ids, sources = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], -1, np.int64)
     positions, slots = np.empty_like(ids), np.empty_like(ids)
@@ -61,13 +75,18 @@ def lay_out(
     for run, (start, stop) in zip(step, pairwise(bounds), strict=True):
         _fill_ids(run, ids[start:stop], sources[start:stop], table_width)
         place = np.arange(run.start, run.start + run.num_tokens)
-        positions[start:stop] = place
+        last = run.start + run.num_tokens - run.num_padding - 1
+        positions[start:stop] = np.minimum(place, last)  # padding may lie behind the context
         pages = np.array(run.seq.pages.pages, np.int64)
         slots[start:stop] = pages[place // page_size] * page_size + place % page_size
         rows.append(_logit_rows(run, start, every_row))
-    cu_seqlens, seq_lens, pages = _sequences(step, bounds, positions, scorer)
+    cu_seqlens, seq_lens, pages = _sequences(step, bounds, scorer)
     logit_rows = np.concatenate(rows) if rows else np.empty(0, np.int64)
-    return Layout(ids, sources, positions, slots, cu_seqlens, seq_lens, pages, logit_rows)
+    short = np.diff(cu_seqlens) <= SHORT
+    num_short = int(short.sum()) if not np.diff(short.astype(np.int8)).clip(0).any() else 0
+    return Layout(
+        ids, sources, positions, slots, cu_seqlens, seq_lens, pages, logit_rows, num_short
+    )
 
 
 def _fill_ids(run: Scheduled, ids: Ints, sources: Ints, table_width: int) -> None:
@@ -85,8 +104,7 @@ def _fill_ids(run: Scheduled, ids: Ints, sources: Ints, table_width: int) -> Non
 
 
 def _logit_rows(run: Scheduled, start: int, every_row: bool) -> Ints:
-    wants_all = run.seq.params.prompt_logprobs is not None and run.start < run.seq.prompt_len
-    if every_row or wants_all:
+    if every_row or run.scores_prompt:
         return np.arange(start, start + run.num_tokens)
     if not run.samples:
         return np.empty(0, np.int64)
@@ -94,13 +112,13 @@ def _logit_rows(run: Scheduled, start: int, every_row: bool) -> Ints:
 
 
 def _sequences(
-    step: Sequence[Scheduled], bounds: Ints, positions: Ints, scorer: Scorer
+    step: Sequence[Scheduled], bounds: Ints, scorer: Scorer
 ) -> tuple[Ints, Ints, list[list[int]]]:
     cu_seqlens, seq_lens, pages = [0], list[int](), list[list[int]]()
     for run, stop in zip(step, bounds[1:], strict=True):
         expand = scorer is Scorer.BATCH_EXPANSION and run.num_tokens > run.num_known
         ends = range(int(stop) - run.num_tokens + 1, int(stop) + 1) if expand else (int(stop),)
         cu_seqlens.extend(ends)
-        seq_lens.extend(int(positions[end - 1]) + 1 for end in ends)
+        seq_lens.extend(run.start + run.num_tokens - (int(stop) - end) for end in ends)
         pages.extend([run.seq.pages.pages] * len(ends))
     return np.array(cu_seqlens), np.array(seq_lens, np.int64), pages

@@ -95,7 +95,7 @@ class LLM:
                 request_id = f"{next(self._numbers)}"
                 self.engine.add_request(request_id, prompt, options)
                 ids.append(request_id)
-        except ValueError:
+        except Exception:
             for request_id in ids:
                 self.engine.abort(request_id)
             raise

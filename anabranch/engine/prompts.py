@@ -28,8 +28,9 @@ def encode_prompt(
         for token in ids:
             if isinstance(token, bool) or not isinstance(token, int):  # pyright: ignore[reportUnnecessaryIsInstance]
                 raise ValueError(f"a prompt of token ids holds integers, got {token!r}")
-            if not 0 <= token < vocab_size:
-                raise ValueError(f"token id {token} is not in the vocabulary of {vocab_size}")
+    outside = next((token for token in ids if not 0 <= token < vocab_size), None)
+    if outside is not None:
+        raise ValueError(f"token id {outside} is not in the vocabulary of {vocab_size}")
     if params.truncate_prompt_tokens is not None:
         ids = ids[-params.truncate_prompt_tokens :]
     if not ids:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,9 @@ from anabranch.cache.kv_cache import LayerCache
 from anabranch.engine.attention import Layers, bind_layers, running
 from anabranch.engine.graphs import GraphKey, Graphs
 from anabranch.engine.inputs import StepInputs
-from anabranch.engine.layout import Scorer, lay_out
+from anabranch.engine.layout import Layout, Scorer, lay_out
 from anabranch.engine.scheduler import Scheduled
+from anabranch.engine.step import Step
 
 Progress = Callable[[str, int, int], None]  # what, done, of
 
@@ -33,17 +35,16 @@ class Runner:
         model: Any,
         layers: Layers,
         caches: Sequence[LayerCache],
-        inputs: StepInputs,
-        *,
+        inputs: Sequence[StepInputs],  # from small to large; graphs read the first
+        unseen: torch.Tensor,  # int64 [max_num_seqs, width]: tokens the host has not seen
         scorer: Scorer,
-        table_width: int,
     ) -> None:
         self.model = model
-        self.inputs = inputs
         self.scorer = scorer
         self.page_size = caches[0].k.shape[1]
-        self.table_width = table_width
         self.graphs = Graphs()
+        self._inputs = inputs
+        self._unseen = unseen
         self._layers = list(layers)
         self._slot = bind_layers(self._layers, caches)
 
@@ -51,21 +52,39 @@ class Runner:
     def run(self, step: Sequence[Scheduled]) -> StepLogits:
         """Logits of the rows that the step asks for."""
         key = self._graph_key(step)
-        layout = lay_out(step, self.scorer, self.page_size, self.table_width, key is not None)
-        if key is None:
-            self.inputs.load(layout, layout.num_tokens, layout.num_seqs)
-            logits = self.forward(layout.num_tokens, layout.num_seqs, len(layout.logit_rows))
-            return StepLogits(logits, None)
-        self.inputs.load(layout, key.num_tokens, key.num_seqs(self.scorer))
-        return StepLogits(self.graphs.replay(key)[: layout.num_tokens], key.q_len)
+        layout = self._lay_out(step, every_row=key is not None)
+        if key is not None:
+            self._inputs[0].load(layout, key.num_tokens, key.num_seqs(self.scorer))
+            return StepLogits(self.graphs.replay(key)[: layout.num_tokens], key.q_len)
+        inputs = self._fitting(layout)
+        inputs.load(layout, layout.num_tokens, layout.num_seqs)
+        attending = inputs.step(layout.num_tokens, layout.num_seqs, self._short(layout))
+        rows = inputs.logit_rows(len(layout.logit_rows))
+        return StepLogits(self._forward(inputs, attending, layout.num_tokens, rows), None)
 
-    def forward(self, num_tokens: int, num_seqs: int, num_logits: int | None) -> torch.Tensor:
-        """The model over what the buffers hold; None asks for the logits of every token."""
-        rows = 0 if num_logits is None else self.inputs.logit_rows(num_logits)
-        with running(self._slot, self.inputs.step(num_seqs, num_tokens)):
+    def _lay_out(self, step: Sequence[Scheduled], *, every_row: bool) -> Layout:
+        width = self._unseen.shape[1]
+        return lay_out(step, self.scorer, self.page_size, width, every_row)
+
+    def _fitting(self, layout: Layout) -> StepInputs:
+        return next(
+            inputs
+            for inputs in self._inputs
+            if layout.num_tokens <= inputs.max_num_tokens and layout.num_seqs <= inputs.max_num_seqs
+        )
+
+    def _short(self, layout: Layout) -> tuple[int, int] | None:
+        """On a GPU, decodes among prefills are attended to with tiles of their own."""
+        return layout.short if self._unseen.is_cuda else None
+
+    def _forward(
+        self, inputs: StepInputs, step: Step, num_tokens: int, rows: torch.Tensor | int
+    ) -> torch.Tensor:
+        """The model over what the buffers hold; 0 rows ask for the logits of every token."""
+        with running(self._slot, step):
             outputs = self.model(
-                input_ids=self.inputs.ids[None, :num_tokens],
-                position_ids=self.inputs.positions(num_tokens)[None],
+                input_ids=inputs.ids(num_tokens, self._unseen)[None],
+                position_ids=inputs.positions(num_tokens)[None],
                 use_cache=False,
                 logits_to_keep=rows,
             )
@@ -88,15 +107,19 @@ class Runner:
     @torch.inference_mode()
     def capture(self, keys: Sequence[GraphKey], progress: Progress | None = None) -> None:
         """Capture a graph for each shape, ascending, so that a step is one launch."""
+        inputs = self._inputs[0]
         for done, key in enumerate(sorted(keys)):
             if progress:
                 progress("capturing graphs", done, len(keys))
-            num_seqs = key.num_seqs(self.scorer)
-            empty = lay_out([], self.scorer, self.page_size, self.table_width, True)
-            self.inputs.load(empty, key.num_tokens, num_seqs)
-            self.graphs.capture(key, lambda: self.forward(key.num_tokens, num_seqs, None))  # noqa: B023
+            num_tokens, num_seqs = key.num_tokens, key.num_seqs(self.scorer)
+            inputs.load(self._lay_out([], every_row=True), num_tokens, num_seqs)
+            self.graphs.capture(key, partial(self._captured, num_tokens, num_seqs))
         if progress:
             progress("capturing graphs", len(keys), len(keys))
+
+    def _captured(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
+        inputs = self._inputs[0]
+        return self._forward(inputs, inputs.step(num_tokens, num_seqs), num_tokens, 0)
 
     def _graph_key(self, step: Sequence[Scheduled]) -> GraphKey | None:
         lengths = {run.num_tokens for run in step}

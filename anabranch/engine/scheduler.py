@@ -25,11 +25,18 @@ class Scheduled:
     num_padding: int = 0  # positions computed for the sake of an equal number for all
     first_draft: int = 0  # which of the sequence's drafts comes first
     samples: bool = True  # the sequence is computed to its end and gets a token
+    by_draft_model: bool = False
 
     @property
     def num_known(self) -> int:
         """Tokens of the sequence proper."""
         return self.num_tokens - self.num_drafts - self.num_padding
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether logits of the prompt's own tokens are wanted."""
+        wanted = self.seq.params.prompt_logprobs is not None and not self.by_draft_model
+        return wanted and self.start < self.seq.prompt_len
 
     @property
     def decoding(self) -> bool:
@@ -46,6 +53,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self.num_cached_tokens = 0
         self._rows = list(range(max_num_seqs))[::-1]
 
     def add(self, seq: Sequence) -> None:
@@ -85,7 +93,9 @@ class Scheduler:
         return step
 
     def pad(self, step: list[Scheduled], num_tokens: int) -> list[Scheduled]:
-        """Give every sequence the same number of tokens, if pages and context allow it for all."""
+        """Give every sequence the same number of tokens, if all are decoding and pages allow it."""
+        if not all(run.decoding for run in step):
+            return step
         padded: list[Scheduled] = []
         for run in step:
             more = num_tokens - run.num_tokens
@@ -109,8 +119,8 @@ class Scheduler:
         return Scheduled(seq, seq.num_computed, num_tokens, drafts, samples=samples)
 
     def _admit(self, seq: Sequence, budget: int) -> Scheduled | None:
-        if seq.pages.num_missing(0) or seq.num_pending:
-            return None
+        if seq.num_pending:
+            return None  # preempted while a step was in flight, which has not landed yet
         cached = 0
         if seq.params.prompt_logprobs is None:
             cached = seq.pages.match_prefix(seq.tokens)
@@ -119,6 +129,7 @@ class Scheduler:
             return None
         if not seq.num_preemptions:
             seq.num_cached = cached
+        self.num_cached_tokens += cached
         seq.num_computed = seq.num_draft_computed = cached
         num_tokens = min(seq.num_uncomputed, budget)
         seq.pages.grow(seq.num_computed + num_tokens)

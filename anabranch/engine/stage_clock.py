@@ -11,7 +11,7 @@ import torch
 
 
 class StageClock:
-    """Times of named stages in milliseconds; never waits for the device itself.
+    """Times of named stages in milliseconds; measuring never waits for the device.
 
     On a GPU a stage is measured between two events of the stream. On a CPU work is done when a
     call returns, so the host's clock is right.
@@ -36,8 +36,10 @@ class StageClock:
         return event
 
     def read(self) -> dict[str, float]:
-        """Milliseconds by stage. The caller has seen the last stage's results."""
+        """Milliseconds by stage; waits for the end of the last one."""
         times: dict[str, float] = {}
+        if self._on_gpu and self._marks:
+            self._marks[-1][2].synchronize()
         for name, start, stop in self._marks:
             taken = start.elapsed_time(stop) if self._on_gpu else (stop - start) * 1e3
             times[name] = times.get(name, 0.0) + taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
@@ -12,13 +13,20 @@ from anabranch.cache.kv_cache import LayerCache
 from anabranch.plan import Plan, make_plan
 
 
+class Group(NamedTuple):
+    """Neighbouring sequences of similar query lengths, which share tiles."""
+
+    tokens: slice
+    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], from 0
+    seq_lens: torch.Tensor  # int32 [num_seqs], with the tokens of this step
+    page_table: torch.Tensor  # int32 [num_seqs, max_pages]
+
+
 @dataclass(slots=True, eq=False)
 class Step:
     """Packed tokens of a batch; the plans that layers of one kind share are made by the first."""
 
-    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
-    seq_lens: torch.Tensor  # int32 [num_seqs], with the tokens of this step
-    page_table: torch.Tensor  # int32 [num_seqs, max_pages]
+    groups: list[Group]
     slot_mapping: torch.Tensor  # int64 [num_tokens], negative for tokens that are not kept
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict[tuple[object, ...], Plan])
 
@@ -35,27 +43,33 @@ class Step:
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Keep the new keys, and attend from the new tokens to all of their sequences'."""
-        keys = cache.keys(self.page_table, self.seq_lens)
-        append_kv(keys, k, v, self.slot_mapping)
-        state = attend(
-            q,
-            keys,
-            cu_seqlens_q=self.cu_seqlens_q,
-            window=window,
-            softcap=softcap,
-            scale=scale,
-            sinks=sinks,
-            plan=self._plan(q, cache, window),
-        )
-        return state.out
+        first = self.groups[0]
+        append_kv(cache.keys(first.page_table, first.seq_lens), k, v, self.slot_mapping)
+        outs = [
+            attend(
+                q[group.tokens],
+                cache.keys(group.page_table, group.seq_lens),
+                cu_seqlens_q=group.cu_seqlens_q,
+                window=window,
+                softcap=softcap,
+                scale=scale,
+                sinks=sinks,
+                plan=self._plan(q, group, cache, window),
+            ).out
+            for group in self.groups
+        ]
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
 
-    def _plan(self, q: torch.Tensor, cache: LayerCache, window: int | None) -> Plan | None:
+    def _plan(
+        self, q: torch.Tensor, group: Group, cache: LayerCache, window: int | None
+    ) -> Plan | None:
         if q.device.type == "cpu":
             return None
-        kind = (window, q.shape, q.dtype, cache.k.shape[2:], cache.v.shape[2:])
+        shapes = (q.shape[1:], q.dtype, cache.k.shape[2:], cache.v.shape[2:])
+        kind = (group.tokens.start, window, *shapes)
         plan = self._plans.get(kind)
         if plan is None:
-            keys = cache.keys(self.page_table, self.seq_lens)
-            plan = make_plan(q, keys, cu_seqlens_q=self.cu_seqlens_q, window=window)
+            keys = cache.keys(group.page_table, group.seq_lens)
+            plan = make_plan(q[group.tokens], keys, cu_seqlens_q=group.cu_seqlens_q, window=window)
             self._plans[kind] = plan
         return plan

@@ -32,16 +32,22 @@ class TextStream:
         self.text = ""
         self.stopped_by: str | None = None
 
-    def push(self, token: int) -> bool:
+    def push(self, token: int, *, may_stop: bool = True) -> bool:
         """Add a token; whether it completes a stop string, with or before which the text ends."""
         if self._tokenizer is None:
             return False
         piece = self._stream.step(self._tokenizer, token)
         if not piece:
             return False
-        searched = max(len(self.text) - self._longest + 1, 0)
+        known = len(self.text)
         self.text += piece
-        found = [(self.text.find(stop, searched), stop) for stop in self._stop]
+        if not may_stop:
+            return False
+        starts = [max(known - len(stop) + 1, 0) for stop in self._stop]
+        found = [
+            (self.text.find(stop, start), stop)
+            for stop, start in zip(self._stop, starts, strict=True)
+        ]
         found = [(place, stop) for place, stop in found if place >= 0]
         if not found:
             return False

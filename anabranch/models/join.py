@@ -12,6 +12,8 @@ from typing import cast
 import torch
 from torch import nn
 
+from anabranch.linear import linear
+
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -33,7 +35,8 @@ class JoinedLinears(nn.Module):
     def take(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """One map of `x`; all of them are computed when the first is asked for."""
         if self._input is not x or self._parts[index] is None:
-            joined = nn.functional.linear(x, self.weight, self.bias)
+            product = linear if self.weight.is_cuda else nn.functional.linear
+            joined = product(x, self.weight, self.bias)
             self._input, self._parts = x, list(torch.split(joined, self.sizes, -1))
         part = self._parts[index]
         assert part is not None

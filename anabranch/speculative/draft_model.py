@@ -6,6 +6,7 @@ has not seen of each sequence, then drafts a token at a time. Nothing is copied 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ class DraftProposer:
         if not drafting and all(run.decoding for run in followed):
             return None  # a token now and then is caught up with later
         logits = self._catch_up(followed)
+        for run in followed:
+            run.seq.num_draft_computed = run.start + run.num_known
         if not drafting:
             return None
         most = max(run.num_drafts for run in drafting)
@@ -71,9 +74,9 @@ class DraftProposer:
 
     def finish(self, run: Scheduled, num_accepted: int) -> None:
         """The draft model has computed all drafts but the last."""
-        if run.seq.speculates and (run.num_drafts or not run.decoding):
+        if run.seq.speculates and run.num_drafts:
             known = run.start + run.num_known
-            run.seq.num_draft_computed = known + max(min(num_accepted, run.num_drafts - 1), 0)
+            run.seq.num_draft_computed = known + min(num_accepted, run.num_drafts - 1)
 
     def forget(self, seq: Sequence) -> None:
         """Pages are the engine's."""
@@ -83,8 +86,8 @@ class DraftProposer:
         logits: list[torch.Tensor] = []
         batch: list[Scheduled] = []
         num_tokens = 0
-        for run in map(_behind, step):
-            if num_tokens + run.num_tokens > self._max_num_tokens:
+        for run in (part for each in step for part in _behind(each, self._max_num_tokens)):
+            if batch and num_tokens + run.num_tokens > self._max_num_tokens:
                 logits.append(self._run(batch))
                 batch, num_tokens = [], 0
             batch.append(run)
@@ -101,19 +104,23 @@ class DraftProposer:
         return tensor.to(self._unseen.device, non_blocking=True)
 
 
-def _behind(run: Scheduled) -> Scheduled:
-    """What the draft model has yet to compute of a run's known tokens."""
+def _behind(run: Scheduled, most: int) -> Iterator[Scheduled]:
+    """What the draft model has yet to compute of a run's known tokens, `most` at a time."""
     stop = run.start + run.num_known
     start = run.seq.num_draft_computed
     if run.num_drafts:  # one number of tokens for all, so that a graph fits
         start = max(min(start, stop - CATCH_UP), 0)
-    return Scheduled(run.seq, start, stop - start, samples=run.num_drafts > 0)
+    while stop - start > most:
+        yield Scheduled(run.seq, start, most, samples=False, by_draft_model=True)
+        start += most
+    samples = run.num_drafts > 0
+    yield Scheduled(run.seq, start, stop - start, samples=samples, by_draft_model=True)
 
 
 def _after(run: Scheduled, position: int) -> Scheduled:
     """One token: the draft at this position."""
     start = run.start + run.num_known + position
-    return Scheduled(run.seq, start, 1, 1, first_draft=position)
+    return Scheduled(run.seq, start, 1, 1, first_draft=position, by_draft_model=True)
 
 
 def _positions(runs: list[Scheduled], position: int) -> SampleBatch:
