@@ -1,4 +1,4 @@
-"""linear(): checks, choice of implementation, and the torch operator; no device code."""
+"""linear(), gated_linear(): checks, choice of implementation, torch operators; no device code."""
 
 from __future__ import annotations
 
@@ -13,19 +13,33 @@ from anabranch.shapes import Sizes, check_device, check_dtype
 
 
 def linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x @ w.T + bias`, at the speed of memory where x has few rows.
+    """`x @ w.T + bias`, at the speed of memory where x is one row.
 
     x     [..., k]
     w     [n, k]
     bias  [n]
 
-    On a GPU, products in 16 bits with one or two rows go to a kernel of ours, summed in float32;
-    everything else is torch's.
+    On a GPU, one row in 16 bits goes to a kernel of ours, summed in float32; everything else is
+    torch's.
     """
     _check(x, w, bias)
+    if x.numel() != x.shape[-1]:
+        return functional.linear(x, w, bias)
     if torch.compiler.is_compiling():
         return torch.ops.anabranch.linear(x, w, bias)
     return _linear(x, w, bias)
+
+
+def gated_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """`silu(x @ gate.T) * (x @ up.T)`, where w [2 n, k] is gate above up."""
+    _check(x, w, None)
+    if w.shape[0] % 2:
+        raise ValueError(f"w must hold as many rows of gate as of up, got {w.shape[0]}")
+    if x.numel() != x.shape[-1]:
+        return _gate(functional.linear(x, w))
+    if torch.compiler.is_compiling():
+        return torch.ops.anabranch.gated_linear(x, w)
+    return _gated_linear(x, w)
 
 
 def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -46,15 +60,13 @@ def _check(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
 
 
 def choose(x: torch.Tensor, w: torch.Tensor) -> LinearConfig | None:
-    """The configuration for rows [num_rows, k], or None where torch's product is to be used."""
+    """The configuration for one row, or None where torch's product is to be used."""
     if x.device.type != "cuda" or x.dtype not in (torch.float16, torch.bfloat16):
         return None
     aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
     n, k = w.shape
-    config = select_linear(x.shape[0], n, k, x.element_size()) if aligned else None
-    if config is None:
-        return None
-    return fit_linear(config, hopper=_is_hopper(x.device))
+    config = select_linear(1, n, k, x.element_size()) if aligned else None
+    return None if config is None else fit_linear(config, hopper=_is_hopper(x.device))
 
 
 @lru_cache
@@ -64,20 +76,36 @@ def _is_hopper(device: torch.device) -> bool:
     return torch.version.hip is None and properties.major >= 9
 
 
+def _row(x: torch.Tensor) -> torch.Tensor:
+    row = x.reshape(-1)
+    return row.clone() if row.data_ptr() % 16 else row
+
+
+def _gate(joined: torch.Tensor) -> torch.Tensor:
+    size = joined.shape[-1] // 2
+    return functional.silu(joined[..., :size]) * joined[..., size:]
+
+
 def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    config = choose(rows, w)
+    config = choose(x, w)
     if config is None:
         return functional.linear(x, w, bias)
     from anabranch.kernels.triton.linear import linear as launch
 
-    overlapping = rows.stride(0) < rows.shape[1]
-    if overlapping or rows.stride(1) != 1 or rows.stride(0) % 8 or rows.data_ptr() % 16:
-        rows = rows.clone(memory_format=torch.contiguous_format)
-    bias = None if bias is None else bias.contiguous()
-    y = x.new_empty(rows.shape[0], w.shape[0])
-    launch(rows, w, bias, y, config)
-    return y.view(*x.shape[:-1], w.shape[0])
+    y = x.new_empty(w.shape[0])
+    launch(_row(x), w, None if bias is None else bias.contiguous(), y, config)
+    return y.view(*x.shape[:-1], -1)
+
+
+def _gated_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    config = choose(x, w)
+    if config is None:
+        return _gate(functional.linear(x, w))
+    from anabranch.kernels.triton.linear import linear as launch
+
+    y = x.new_empty(w.shape[0] // 2)
+    launch(_row(x), w, None, y, config, gated=True)
+    return y.view(*x.shape[:-1], -1)
 
 
 @torch.library.custom_op("anabranch::linear", mutates_args=())
@@ -89,3 +117,13 @@ def _linear_op(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> t
 def _(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     del bias
     return x.new_empty(*x.shape[:-1], w.shape[0])
+
+
+@torch.library.custom_op("anabranch::gated_linear", mutates_args=())
+def _gated_linear_op(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return _gated_linear(x, w)
+
+
+@_gated_linear_op.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], w.shape[0] // 2)

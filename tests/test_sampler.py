@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from anabranch.engine.logits import _argmax_in_pieces
 from anabranch.engine.logprobs import prompt_logprobs
 from anabranch.engine.sample_batch import SampleBatch
 from anabranch.engine.sample_output import HostSamples
@@ -411,3 +412,12 @@ def test_no_step_waits_for_the_gpu(drafts: str, options: dict[str, Any]) -> None
     for step, found in enumerate(pending):
         batch = batch_of(num_seqs, step, num_drafts=num_drafts, **given)
         assert found.wait().tokens == sample(twin, logits.cpu(), batch).tokens
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_argmax_in_pieces_is_the_first_argmax(dtype: torch.dtype) -> None:
+    scores = torch.randn(5, 64 * 37).to(dtype)
+    scores[0, [100, 2000]] = scores[1, [3, 70]] = 9.0
+    scores[2] = -torch.inf
+    scores[3] = 0.5
+    assert _argmax_in_pieces(scores).equal(scores.argmax(1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import count
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ NAME = "anabranch_engine"
 _numbers = count()
 _steps: dict[int, Step] = {}
 Layers = dict[nn.Module, LayerShape]
+_found: ContextVar[Layers] = ContextVar("_found")  # filled while layers are looked for
 
 
 def register() -> None:
@@ -45,7 +47,6 @@ def engine_attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
-    anabranch_layers: Layers | None = None,  # to be filled, while layers are looked for
     **_: object,  # what models pass for other implementations: dropout, position ids and the like
 ) -> tuple[torch.Tensor, None]:
     """Attention over the engine's cache; [1, num_tokens, num_heads, head_dim_v]."""
@@ -53,13 +54,14 @@ def engine_attention(
         raise ValueError(f"{type(module).__name__} needs more than causal attention over a cache")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if anabranch_layers is not None:
-        anabranch_layers[module] = LayerShape(k.shape[1], k.shape[2], v.shape[2], k.dtype)
+    if not hasattr(module, "anabranch_slot"):  # layers are being looked for
+        _check_window(module, sliding_window)
+        _found.get()[module] = LayerShape(k.shape[1], k.shape[2], v.shape[2], k.dtype)
         keys = DenseKV(k[None], v[None])
         state = attend(
             q[None], keys, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
         )
-        return state.out[None], None
+        return state.out, None
     cache, slot = cast("tuple[LayerCache, int]", (module.anabranch_cache, module.anabranch_slot))
     if torch.compiler.is_compiling():
         out = torch.ops.anabranch.engine_attend(
@@ -72,19 +74,30 @@ def engine_attention(
     return cast("torch.Tensor", out)[None], None
 
 
+def _check_window(module: nn.Module, window: int | None) -> None:
+    """Refuse layers whose reach stands in a mask only, which the engine does not make."""
+    kinds: Sequence[str] | None = getattr(getattr(module, "config", None), "layer_types", None)
+    index: int | None = getattr(module, "layer_idx", None)
+    if kinds is None or index is None or index >= len(kinds):
+        return
+    if window is None and kinds[index] != "full_attention":
+        raise ValueError(
+            f"layer {index} of kind {kinds[index]!r} gives {type(module).__name__} no "
+            "sliding_window: its attention cannot be told from a full one"
+        )
+
+
 def find_layers(model: nn.Module, num_tokens: int, vocab_size: int) -> Layers:
     """Run the model once over some tokens; its attention layers, in order, and what they keep."""
     device = next(model.parameters()).device
     ids = torch.arange(num_tokens, device=device)[None] % vocab_size
     layers: Layers = {}
+    token = _found.set(layers)
     positions = torch.arange(num_tokens, device=device)[None]
-    model(
-        input_ids=ids,
-        position_ids=positions,
-        use_cache=False,
-        logits_to_keep=1,
-        anabranch_layers=layers,
-    )
+    try:
+        model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
+    finally:
+        _found.reset(token)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} does not call attention through transformers' "

@@ -15,14 +15,16 @@ from anabranch.engine.inputs import StepInputs
 from anabranch.engine.layout import Scorer
 from anabranch.engine.runner import Progress, Runner
 from anabranch.models import LoadedModel, load_model
+from anabranch.models.gated import gate_joined
 from anabranch.models.join import join_projections
-from anabranch.models.linear import use_few_row_linear
+from anabranch.models.linear import use_row_linear
 from anabranch.speculative.draft_model import CATCH_UP
 
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 SAMPLING_COPIES = 8  # float32 copies of the logits that sampling may hold at once
 GRAPH_BYTES = GIB // 2  # that captured graphs keep of a GPU
+COMPILED_WEIGHTS = 1_000_000_000
 FALLBACK_CONTEXT = 2048  # of a model that names no limit
 
 
@@ -75,7 +77,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     drafter = None
     if draft is not None:
         drafter = _bind(draft, draft_layers, limits, unseen, Scorer.MULTI_QUERY)
-    if config.compile:
+    if _compiles(config, target, device):
         for each in (runner, drafter):
             if each is not None:
                 each.compile_layers()
@@ -86,6 +88,13 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         if drafter is not None:
             drafter.capture([GraphKey(q, b) for q in (1, CATCH_UP) for b in batches], say)
     return Built(target, device, limits, runner, drafter, unseen)
+
+
+def _compiles(config: EngineConfig, target: LoadedModel, device: torch.device) -> bool:
+    """Twenty seconds at the start are worth it for models that take seconds to load."""
+    if config.compile is not None:
+        return config.compile
+    return device.type == "cuda" and target.model.num_parameters() >= COMPILED_WEIGHTS
 
 
 def text_config(loaded: LoadedModel) -> Any:
@@ -113,7 +122,9 @@ def _load(source: str, config: EngineConfig, device: torch.device, say: Progress
     )
     if config.join_projections:
         join_projections(loaded.model)
-    use_few_row_linear(loaded.model)
+        if device.type == "cuda":
+            gate_joined(loaded.model)
+    use_row_linear(loaded.model)
     return loaded
 
 

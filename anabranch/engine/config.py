@@ -55,7 +55,7 @@ class EngineConfig:
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
     cuda_graphs: bool = True
-    compile: bool = False  # torch.compile of the decoder layers
+    compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
     join_projections: bool = True
     seed: int | None = None  # of requests that give none
 

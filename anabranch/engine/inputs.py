@@ -1,7 +1,7 @@
 """The model's inputs in persistent device memory, filled anew for each step by two copies.
 
-A captured graph reads these buffers at fixed addresses. The host writes into one of two pinned
-copies in turn, because that of the step in flight may not have been read yet.
+A captured graph reads these buffers at fixed addresses. The host writes into one of several
+pinned copies in turn, because those of steps in flight may not have been read yet.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from anabranch.engine.layout import Layout
 from anabranch.engine.step import Group, Step
 
-NUM_STAGES = 2
-INT32 = ("cu_seqlens", "cu_long", "seq_lens")
+NUM_STAGES = 8  # a draft model runs several times in a step
+INT32 = ("cu_seqlens", "cu_long", "seq_lens", "long_lens")
+ALIGNED = 4  # every row of the page table begins at 16 bytes: kernels are compiled for that
 Views = dict[str, torch.Tensor]
 
 
@@ -38,19 +39,23 @@ class StepInputs:
             "cu_seqlens": max_num_seqs + 1,
             "cu_long": max_num_seqs + 1,
             "seq_lens": max_num_seqs,
+            "long_lens": max_num_seqs,
         }
-        pages = (max_num_seqs, max_num_pages)
+        pages = (max_num_seqs, -(-max_num_pages // ALIGNED) * ALIGNED)
         self._stages = [
             _Buffers.make(sizes, pages, torch.device("cpu"), pinned=on_gpu)
             for _ in range(NUM_STAGES if on_gpu else 1)
         ]
+        self._read: list[torch.cuda.Event | None] = [None] * len(self._stages)
         self._turn = 0
         self._device = _Buffers.make(sizes, pages, device, pinned=False)
 
     def load(self, layout: Layout, num_tokens: int, num_seqs: int) -> None:
         """Copy a layout to the device, followed by inert tokens and sequences up to these sizes."""
         self._turn = (self._turn + 1) % len(self._stages)
-        stage = self._stages[self._turn]
+        stage, read = self._stages[self._turn], self._read[self._turn]
+        if read is not None:
+            read.synchronize()
         views = {name: view.numpy() for name, view in stage.views.items()}
         _fill(views["ids"], layout.ids, 0, num_tokens)
         _fill(views["sources"], layout.sources, -1, num_tokens)
@@ -61,11 +66,15 @@ class StepInputs:
         _fill_bounds(views["cu_seqlens"], layout, num_tokens, num_seqs)
         long = layout.cu_seqlens[layout.num_short :]
         _fill(views["cu_long"], long - long[0], 0, len(long))
+        _fill(views["long_lens"], layout.seq_lens[layout.num_short :], 0, 0)
         for row, pages in zip(stage.pages.numpy(), layout.pages, strict=False):
             row[: len(pages)] = pages
         self._device.memory.copy_(stage.memory, non_blocking=True)
         used = layout.num_seqs
         self._device.pages[:used].copy_(stage.pages[:used], non_blocking=True)
+        if self._device.memory.is_cuda:
+            read = self._read[self._turn] = torch.cuda.Event()
+            read.record()
 
     def ids(self, num_tokens: int, unseen: torch.Tensor) -> torch.Tensor:
         """Token ids, with those the host has not seen from the device's table."""
@@ -91,7 +100,7 @@ class StepInputs:
             Group(
                 slice(bounds[i], bounds[i + 1]),
                 views["cu_long" if i else "cu_seqlens"][: starts[i + 1] - starts[i] + 1],
-                views["seq_lens"][starts[i] : starts[i + 1]],
+                views["long_lens" if i else "seq_lens"][: starts[i + 1] - starts[i]],
                 self._device.pages[starts[i] : starts[i + 1]],
             )
             for i in range(len(bounds) - 1)

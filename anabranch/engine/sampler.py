@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from anabranch.engine.logits import clean_scores
+from anabranch.engine.logits import clean_scores, first_argmax
 from anabranch.engine.sample_batch import SampleBatch
 from anabranch.engine.sample_counts import TokenCounts
 from anabranch.engine.sample_output import SampleOutput
@@ -63,7 +63,7 @@ class Sampler:
         self._check(logits, batch)
         step = SampleStep(self._rows, batch, self.device)
         scores = step.process(logits, self._counts)
-        best = scores.argmax(1)
+        best = first_argmax(scores)
         if not batch.max_drafts:
             tokens = step.choose(scores, best).unsqueeze(1)
             num_accepted = self._zeros[: len(batch.rows)]
@@ -89,7 +89,7 @@ class Sampler:
         self._check(logits, batch)
         step = SampleStep(self._rows, batch, self.device, stream=DRAFT)
         scores = clean_scores(logits)
-        best = scores.argmax(1)
+        best = first_argmax(scores)
         weights = step.target_weights(scores, best)
         tokens = draw(weights, step.tensors["draws"]) if Work.DRAW in step.work else best
         total = weights.sum(1, keepdim=True, dtype=torch.int64).clamp_(min=1)

@@ -25,7 +25,10 @@ class TextStream:
         skip_special: bool = True,
     ) -> None:
         self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
-        self._stream = DecodeStream(list(prompt[-PROMPT_TAIL:]), skip_special_tokens=skip_special)
+        tail = list(prompt[-PROMPT_TAIL:])
+        if self._tokenizer is not None and self._tokenizer.decode(tail).endswith(HALF_CHARACTER):
+            tail = []  # a stream that begins inside a character would repeat what is before it
+        self._stream = DecodeStream(tail, skip_special_tokens=skip_special)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._longest = max(map(len, self._stop), default=0)
@@ -66,4 +69,5 @@ class TextStream:
         return self.text
 
 
+HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 PROMPT_TAIL = 6  # tokens of the prompt that decide how the first one after them is written

@@ -1,4 +1,4 @@
-"""Linear layers of a model on a GPU, at the speed of memory for a row or two."""
+"""Linear layers of a model on a GPU, at the speed of memory for one row."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from anabranch.linear import linear
 
 
-class FewRowLinear(nn.Linear):
+class RowLinear(nn.Linear):
     """nn.Linear by the library's own product."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -16,7 +16,7 @@ class FewRowLinear(nn.Linear):
         return linear(input, self.weight, self.bias)
 
 
-def use_few_row_linear(model: nn.Module) -> int:
+def use_row_linear(model: nn.Module) -> int:
     """Let every plain linear layer of a model on a GPU use it, in place; how many do."""
     layers = [
         module
@@ -24,5 +24,5 @@ def use_few_row_linear(model: nn.Module) -> int:
         if type(module) is nn.Linear and module.weight.is_cuda and module.weight.itemsize == 2
     ]
     for layer in layers:
-        layer.__class__ = FewRowLinear
+        layer.__class__ = RowLinear
     return len(layers)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from anabranch.engine.logits import first_argmax
 from anabranch.engine.sample_batch import SampleBatch
 from anabranch.engine.scheduler import Scheduled
 
@@ -62,7 +63,7 @@ class DraftProposer:
             runs = [drafting[i] for i in active]
             rows = self._to_device([run.seq.row or 0 for run in runs])
             if probs is None:
-                tokens = logits.argmax(1)
+                tokens = first_argmax(logits)
             else:
                 tokens, drawn = self._sampler.propose(logits, _positions(runs, position))
                 probs[self._to_device(active), position] = drawn.float()

@@ -1,4 +1,4 @@
-"""Products of a row or two with a weight: bound by reading the weight.
+"""The product of a row with a weight: bound by reading the weight.
 
 A program owns a few outputs and reads their weights straight into registers. With OVERLAP the
 first of them are on their way before the kernel ahead has ended.
@@ -18,25 +18,28 @@ from anabranch.kernels.linear_config import LinearConfig, every_linear_config, f
 
 
 def linear(
-    x: torch.Tensor,  # [num_rows, k], contiguous rows
-    w: torch.Tensor,  # [n, k], contiguous rows
+    x: torch.Tensor,  # [k]
+    w: torch.Tensor,  # [n, k], contiguous rows; gated: [2 n, k]
     bias: torch.Tensor | None,  # [n]
-    y: torch.Tensor,  # [num_rows, n]
+    y: torch.Tensor,  # [n]
     config: LinearConfig,
+    *,
+    gated: bool = False,
 ) -> None:
-    """Write x @ w.T + bias into `y`."""
-    n, k = w.shape
-    linear_kernel[(triton.cdiv(n, config.block_n),)](
+    """Write w @ x + bias into `y`; gated, silu of the first half times the second."""
+    k, n = x.shape[0], y.shape[0]
+    outputs = config.block_n // 2 if gated else config.block_n
+    linear_kernel[(triton.cdiv(n, outputs),)](
         x,
         w,
         bias,
         y,
-        (x.stride(0), w.stride(0), y.stride(0)),
+        w.stride(0),
         n,
         K=k,
-        NUM_ROWS=x.shape[0],
         BLOCK_N=config.block_n,
         BLOCK_K=min(config.block_k, triton.next_power_of_2(k)),
+        GATED=gated,
         OVERLAP=config.overlap,
         num_warps=config.num_warps,
         **({"launch_pdl": True} if config.overlap else {}),
@@ -47,17 +50,20 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
     """Launches on meta tensors that cover the configurations."""
     hopper = shared_bytes >= 227 * 1024
 
-    def launch(config: LinearConfig, dtype: torch.dtype, *, biased: bool) -> object:
+    def launch(config: LinearConfig, dtype: torch.dtype, *, biased: bool, gated: bool) -> object:
         x, w, y = (
-            torch.empty(shape, dtype=dtype, device="meta")
-            for shape in ((config.num_rows, 4096), (6144, 4096), (config.num_rows, 6144))
+            torch.empty(shape, dtype=dtype, device="meta") for shape in (4096, (8192, 4096), 4096)
         )
-        return linear(x, w, y[0] if biased else None, y, fit_linear(config, hopper=hopper))
+        bias = y if biased else None
+        return linear(x, w, bias, y, fit_linear(config, hopper=hopper), gated=gated)
 
     for config in every_linear_config():
-        name = f"{config.num_rows} x {config.block_n} x {config.block_k}"
-        yield f"{name} bfloat16", partial(launch, config, torch.bfloat16, biased=False)
-        yield f"{name} float16 bias", partial(launch, config, torch.float16, biased=True)
+        name = f"{config.block_n} x {config.block_k}"
+        case = partial(launch, config, torch.bfloat16, biased=False)
+        yield f"{name} bfloat16", partial(case, gated=False)
+        yield f"{name} bfloat16 gated", partial(case, gated=True)
+        case = partial(launch, config, torch.float16, biased=True, gated=False)
+        yield f"{name} float16 bias", case
 
 
 @triton.jit
@@ -72,7 +78,7 @@ def load_weights(w_ptrs, first, dims, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_x(x_ptrs, first, dims, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns of one row of x, zero behind the last; every program reads them."""
+    """Columns of x, zero behind the last; every program reads them."""
     if K % BLOCK_K == 0:
         return tl.load(x_ptrs + first, eviction_policy="evict_last")
     else:
@@ -81,45 +87,49 @@ def load_x(x_ptrs, first, dims, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n"])
 def linear_kernel(
-    x_ptr,  # [NUM_ROWS, K]
-    w_ptr,  # [n, K]
+    x_ptr,  # [K]
+    w_ptr,  # [n, K], or [2 n, K] if GATED
     bias_ptr,  # [n] or None
-    y_ptr,  # [NUM_ROWS, n]
-    strides,  # of the rows of x, w and y
+    y_ptr,  # [n]
+    w_stride,
     n,
     K: tl.constexpr,
-    NUM_ROWS: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_N: tl.constexpr,  # rows of the weight; if GATED, pairs of them make an output
     BLOCK_K: tl.constexpr,
+    GATED: tl.constexpr,
     OVERLAP: tl.constexpr,
     VECTOR: tl.constexpr = 8,  # products that a thread adds up before they meet others
 ):
-    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    OUTPUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
+    first_output = tl.program_id(0) * OUTPUTS
+    rows = tl.arange(0, BLOCK_N)
+    if GATED:
+        rows = tl.minimum(first_output + rows // 2, n - 1) + rows % 2 * n
+    else:
+        rows = tl.minimum(first_output + rows, n - 1)
     dims = tl.arange(0, BLOCK_K)
-    w_rows = tl.minimum(columns, n - 1).to(tl.int64) * strides[1]
-    w_ptrs = w_ptr + w_rows[:, None] + dims[None, :]
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * w_stride + dims[None, :]
     w = load_weights(w_ptrs, 0, dims, K, BLOCK_K)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
-    sums = ()
-    for _ in tl.static_range(NUM_ROWS):
-        sums = sums + (tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32),)  # noqa: RUF005
 
+    sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
     for first in range(0, K, BLOCK_K):
         following = w
         if first + BLOCK_K < K:
             following = load_weights(w_ptrs, first + BLOCK_K, dims, K, BLOCK_K)
-        wide, added = w.to(tl.float32), ()
-        for row in tl.static_range(NUM_ROWS):
-            x = load_x(x_ptr + row * strides[0] + dims, first, dims, K, BLOCK_K).to(tl.float32)
-            products = tl.reshape(wide * x[None, :], [BLOCK_N, BLOCK_K // VECTOR, VECTOR])
-            added = added + (sums[row] + tl.sum(products, 2),)  # noqa: RUF005 (no unpacking)
-        w, sums = following, added
+        x = load_x(x_ptr + dims, first, dims, K, BLOCK_K).to(tl.float32)
+        products = w.to(tl.float32) * x[None, :]
+        sums += tl.sum(tl.reshape(products, [BLOCK_N, BLOCK_K // VECTOR, VECTOR]), 2)
+        w = following
 
-    for row in tl.static_range(NUM_ROWS):
-        y = tl.sum(sums[row], 1)
-        mask = columns < n
-        if bias_ptr is not None:
-            y += tl.load(bias_ptr + columns, mask, other=0.0).to(tl.float32)
-        tl.store(y_ptr + row * strides[2] + columns, y.to(y_ptr.dtype.element_ty), mask)
+    y = tl.sum(sums, 1)
+    outputs = first_output + tl.arange(0, OUTPUTS)
+    mask = outputs < n
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, [OUTPUTS, 2]))
+        y = gate / (1.0 + tl.exp(-gate)) * up
+    if bias_ptr is not None:
+        y += tl.load(bias_ptr + outputs, mask, other=0.0).to(tl.float32)
+    tl.store(y_ptr + outputs, y.to(y_ptr.dtype.element_ty), mask)
