@@ -11,7 +11,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(VENV)/.ready
-	$(BIN)/python examples/cut_and_merge.py
+	$(BIN)/python examples/summarise.py
 
 test: $(VENV)/.ready
 	$(BIN)/pytest --numprocesses 2

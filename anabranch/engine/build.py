@@ -81,6 +81,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         for each in (runner, drafter):
             if each is not None:
                 each.compile_layers()
+    if device.type == "cuda":
+        for each in (runner, drafter):
+            if each is not None:
+                each.warm_up(_shapes(limits), say)
     if config.cuda_graphs and device.type == "cuda":
         batches = graph_batches(limits.max_num_seqs)
         lengths = {1, 1 + limits.max_drafts}
@@ -95,6 +99,14 @@ def _compiles(config: EngineConfig, target: LoadedModel, device: torch.device) -
     if config.compile is not None:
         return config.compile
     return device.type == "cuda" and target.model.num_parameters() >= COMPILED_WEIGHTS
+
+
+def _shapes(limits: Limits) -> list[GraphKey]:
+    """Steps that select every kind of tile: few and many queries of few and many sequences."""
+    lengths = sorted({1, CATCH_UP, 1 + limits.max_drafts, 16, 64, 512, limits.max_model_len})
+    batches = sorted({1, min(8, limits.max_num_seqs), limits.max_num_seqs})
+    keys = [GraphKey(length, batch) for length in lengths for batch in batches]
+    return [key for key in keys if key.num_tokens <= limits.max_num_tokens]
 
 
 def text_config(loaded: LoadedModel) -> Any:

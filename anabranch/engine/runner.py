@@ -117,6 +117,18 @@ class Runner:
         if progress:
             progress("capturing graphs", len(keys), len(keys))
 
+    @torch.inference_mode()
+    def warm_up(self, shapes: Sequence[GraphKey], progress: Progress | None = None) -> None:
+        """Run inert steps of these shapes, so that no request waits for a kernel to be compiled."""
+        for done, key in enumerate(shapes):
+            if progress:
+                progress("compiling kernels", done, len(shapes))
+            layout = self._lay_out([], every_row=False)
+            inputs = next(each for each in self._inputs if key.num_tokens <= each.max_num_tokens)
+            inputs.load(layout, key.num_tokens, key.batch)
+            step = inputs.step(key.num_tokens, key.batch)
+            self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
+
     def _captured(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
         inputs = self._inputs[0]
         return self._forward(inputs, inputs.step(num_tokens, num_seqs), num_tokens, 0)

@@ -1,31 +1,11 @@
-"""The `anabranch` command."""
+"""`anabranch bench merge | decode | verify | prefill`: attention beside its peers."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-try:
-    import typer
-except ImportError as missing:
-    raise SystemExit(
-        "the anabranch command needs typer and rich: pip install 'anabranch[bench]'\n"
-        "(python -m anabranch.bench runs the benchmarks without them)"
-    ) from missing
-
-app = typer.Typer(
-    help="Attention as partial states and one exact merge.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",
-)
-bench = typer.Typer(
-    help="Time this library beside its peers on this machine. Every implementation is checked "
-    "against float64 first; a wrong one is reported and never timed.",
-    no_args_is_help=True,
-    rich_markup_mode="markdown",
-)
-app.add_typer(bench, name="bench")
+import typer
 
 Out = Annotated[
     Path | None,
@@ -56,7 +36,6 @@ def _bench(
         raise typer.BadParameter(str(error)) from error
 
 
-@bench.command()
 def merge(
     out: Out = None,
     filter: Filter = "",
@@ -73,7 +52,6 @@ def merge(
     _bench("merge", out, filter, impl, device, quick)
 
 
-@bench.command()
 def decode(
     out: Out = None,
     filter: Filter = "",
@@ -89,7 +67,6 @@ def decode(
     _bench("decode", out, filter, impl, device, quick)
 
 
-@bench.command()
 def verify(
     out: Out = None,
     filter: Filter = "",
@@ -105,7 +82,6 @@ def verify(
     _bench("verify", out, filter, impl, device, quick)
 
 
-@bench.command()
 def prefill(
     out: Out = None,
     filter: Filter = "",
@@ -121,6 +97,4 @@ def prefill(
     _bench("prefill", out, filter, impl, device, quick)
 
 
-def main() -> None:
-    """Entry point of the installed command."""
-    app()
+COMMANDS = (merge, decode, verify, prefill)

@@ -1,0 +1,1 @@
+"""Benchmarks of the whole engine: latency, throughput, sweeps over context, scorers."""
