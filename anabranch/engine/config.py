@@ -77,9 +77,9 @@ class EngineConfig:
     def resolve_device(self) -> torch.device:
         """The device asked for, or the best there is."""
         name = self.device or ("cuda" if torch.cuda.is_available() else "cpu")
-        device = torch.device(name)
-        if device.type not in ("cpu", "cuda"):
+        if name.partition(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"device must be cpu or cuda, got {name!r}")
+        device = torch.device(name)
         if device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device {name!r} was asked for, but torch sees no GPU")
         return torch.device("cuda", torch.cuda.current_device()) if name == "cuda" else device

@@ -29,6 +29,7 @@ class StepInputs:
     ) -> None:
         self.max_num_tokens = max_num_tokens
         self.max_num_seqs = max_num_seqs
+        self._num_pages = max_num_pages
         on_gpu = device.type == "cuda"
         sizes = {
             "ids": max_num_tokens,
@@ -101,7 +102,7 @@ class StepInputs:
                 slice(bounds[i], bounds[i + 1]),
                 views["cu_long" if i else "cu_seqlens"][: starts[i + 1] - starts[i] + 1],
                 views["long_lens" if i else "seq_lens"][: starts[i + 1] - starts[i]],
-                self._device.pages[starts[i] : starts[i + 1]],
+                self._device.pages[starts[i] : starts[i + 1], : self._num_pages],
             )
             for i in range(len(bounds) - 1)
         ]

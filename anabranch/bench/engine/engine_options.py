@@ -43,7 +43,9 @@ class EngineOptions:
     scorer: str = option("multi-query", "How drafts are scored.", choices=SCORERS)
     adaptive: bool = option(True, "Fewer drafts, or none, when they do not pay.")
     graphs: bool = option(True, "CUDA graphs of decoding steps.")
-    compile: bool = option(False, "torch.compile of the decoder layers.")
+    compile: bool | None = option(
+        None, "torch.compile of the decoder layers; by default on a GPU from 1e9 weights on."
+    )
 
     def __post_init__(self) -> None:
         check_choices(self)

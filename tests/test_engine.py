@@ -1,0 +1,516 @@
+"""Tokens are the same however a request is run; options have their effect, or are refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("transformers")
+
+from tiny_models import (
+    EOS,
+    GREEDY,
+    PAGE_BYTES,
+    VOCAB,
+    as_on_gpu,
+    assert_idle,
+    blurred_source,
+    eager,
+    eager_logprobs,
+    one_by_one,
+    outputs,
+    pages,
+    random_prompts,
+    source,
+    tiny,
+)
+
+from anabranch.engine.llm import LLM
+from anabranch.engine.sampling_params import SamplingParams
+
+NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
+DRAFT = {"method": "draft", "model": blurred_source(), "adaptive": False}
+ENGINES: dict[str, dict[str, Any]] = {
+    "batched": {},
+    "no prefix reuse": {"prefix_caching": False},
+    "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 5},
+    "pages of 5": {"page_size": 5},
+    "separate projections": {"join_projections": False},
+    "preempted": {"kv_cache_gib": pages(9), "max_model_len": 120},
+    "n-gram": {"speculative": NGRAM},
+    "n-gram, adaptive": {"speculative": NGRAM | {"adaptive": True}},
+    "n-gram, expanded": {"speculative": NGRAM | {"scorer": "batch-expansion"}},
+    "n-gram, chunked": {
+        "speculative": NGRAM,
+        "max_num_batched_tokens": 9,
+        "max_num_seqs": 5,
+    },
+    "n-gram, preempted": {
+        "speculative": NGRAM,
+        "kv_cache_gib": pages(9),
+        "max_model_len": 120,
+    },
+    "draft": {"speculative": DRAFT},
+    "draft, adaptive": {"speculative": DRAFT | {"adaptive": True}},
+    "draft, expanded": {"speculative": DRAFT | {"scorer": "batch-expansion"}},
+    "draft, chunked": {"speculative": DRAFT, "max_num_batched_tokens": 9, "max_num_seqs": 5},
+    "draft, preempted": {
+        "speculative": DRAFT,
+        "kv_cache_gib": pages(9, 2 * PAGE_BYTES),
+        "max_model_len": 120,
+    },
+    "one draft": {"speculative": DRAFT | {"num_drafts": 1}},
+}
+PROMPTS = [*random_prompts(), *random_prompts(1, (5, 5))]
+
+
+@pytest.fixture(scope="module")
+def plain() -> LLM:
+    return tiny()
+
+
+@pytest.fixture(scope="module")
+def expected(plain: LLM) -> list[list[int]]:
+    return one_by_one(plain, PROMPTS)
+
+
+def test_tokens_are_those_of_transformers(expected: list[list[int]]) -> None:
+    model = eager(source())
+    for prompt, ours in zip(PROMPTS, expected, strict=True):
+        ids = torch.tensor([prompt])
+        theirs = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, min_new_tokens=24,
+            do_sample=False, eos_token_id=None,
+        )  # fmt: skip
+        assert theirs[0, len(prompt) :].tolist() == ours
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight, by graphs"])
+@pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
+def test_tokens_are_the_same(
+    options: dict[str, Any], like_gpu: bool, expected: list[list[int]]
+) -> None:
+    llm = tiny(**options)
+    if like_gpu:
+        as_on_gpu(llm)
+    assert outputs(llm, PROMPTS) == expected
+    assert outputs(llm, PROMPTS) == expected, "with the cache as the first round left it"
+    stats = llm.stats
+    assert stats.num_output_tokens == 2 * 24 * len(PROMPTS)
+    if "kv_cache_gib" in options:
+        assert stats.num_preemptions > 0
+    elif options.get("prefix_caching", True):
+        cached = sum((len(p) - 1) // llm.engine.limits.page_size for p in PROMPTS)
+        assert stats.num_cached_tokens >= cached * llm.engine.limits.page_size
+        computed = stats.num_prompt_tokens + stats.num_cached_tokens
+        assert computed == 2 * sum(map(len, PROMPTS))
+    if "speculative" in options:
+        assert stats.speculative.num_accepted_tokens > 0
+    assert (stats.num_graph_steps > 0) == like_gpu
+
+
+@pytest.mark.parametrize("speculative", [NGRAM, DRAFT], ids=["n-gram", "draft"])
+def test_prompts_as_long_as_a_verification(plain: LLM, speculative: Any) -> None:
+    """A graph of five tokens a sequence fits a prompt of five as well."""
+    prompts = random_prompts(7, (5, 15, 5, 4, 15, 6, 2))
+    prompts = [prompt[:5] for prompt in prompts]
+    llm = as_on_gpu(tiny(speculative=speculative, prefix_caching=False))
+    expected = one_by_one(plain, prompts)
+    assert one_by_one(llm, prompts) == expected
+    assert outputs(llm, prompts) == expected
+
+
+@pytest.mark.parametrize("like_gpu", [False, True])
+@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["plain", "n-gram"])
+def test_a_seed_reproduces_in_any_batch(plain: LLM, speculative: Any, like_gpu: bool) -> None:
+    params = [
+        SamplingParams(
+            temperature=0.7,
+            top_p=0.9,
+            min_p=0.01,
+            top_k=30,
+            presence_penalty=0.3,
+            repetition_penalty=1.1,
+            seed=seed,
+            max_tokens=16,
+            ignore_eos=True,
+        )
+        for seed, _ in enumerate(PROMPTS)
+    ]
+    alone = one_by_one(plain, PROMPTS, params)
+    llm = tiny(speculative=speculative, kv_cache_gib=pages(9), max_model_len=120)
+    if like_gpu:
+        as_on_gpu(llm)
+    assert outputs(llm, PROMPTS, params) == alone
+    assert outputs(llm, PROMPTS[::-1], params[::-1]) == alone[::-1]
+    assert llm.stats.num_preemptions > 0
+
+
+def test_the_engines_seed_is_that_of_requests_without_one() -> None:
+    params = SamplingParams(max_tokens=12)
+    first, second = (outputs(tiny(seed=3), PROMPTS, params) for _ in range(2))
+    assert first == second == outputs(tiny(), PROMPTS, replace(params, seed=3))
+    assert first != outputs(tiny(seed=4), PROMPTS, params)
+
+
+@pytest.mark.parametrize("like_gpu", [False, True])
+@pytest.mark.parametrize("speculative", [None, NGRAM, DRAFT], ids=["plain", "n-gram", "draft"])
+def test_cancelled_neighbours_disturb_nobody(
+    speculative: Any, like_gpu: bool, expected: list[list[int]]
+) -> None:
+    llm = tiny(speculative=speculative, max_num_seqs=6)
+    if like_gpu:
+        as_on_gpu(llm)
+    engine = llm.engine
+    requests = [engine.add_request(str(i), p, GREEDY) for i, p in enumerate(PROMPTS)]
+    for number in range(1000):
+        if not engine.has_work:
+            break
+        engine.step()
+        aborted = engine.abort(str(3 * number))
+        assert aborted is None or aborted.seqs[0].finish_reason in ("abort", "length")
+    assert_idle(llm)
+    for number, request in enumerate(requests):
+        tokens = request.output().outputs[0].token_ids
+        if number % 3:
+            assert tokens == expected[number]
+        else:
+            assert tokens == expected[number][: len(tokens)]
+    assert engine.abort("0") is None
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "page_size": st.sampled_from([3, 16]),
+        "max_num_seqs": st.integers(1, 6),
+        "max_num_batched_tokens": st.integers(6, 40),
+        "prefix_caching": st.booleans(),
+        "speculative": st.sampled_from(
+            [
+                None,
+                NGRAM,
+                NGRAM | {"num_drafts": 2, "scorer": "batch-expansion"},
+                NGRAM | {"adaptive": True},
+                DRAFT | {"num_drafts": 3},
+                DRAFT | {"adaptive": True, "scorer": "batch-expansion"},
+            ]
+        ),
+    }
+)
+REQUESTS = st.lists(
+    st.tuples(
+        st.integers(1, 50),  # tokens of the prompt
+        st.integers(1, 20),  # and of the output
+        st.booleans(),  # whether it is greedy
+        st.sampled_from([None, 0, 2]),  # prompt_logprobs
+        st.integers(0, 12),  # the step before which it comes
+        st.one_of(st.none(), st.integers(1, 30)),  # and the one before which it goes
+    ),
+    min_size=1,
+    max_size=7,
+)
+
+
+@settings(max_examples=15)
+@given(options=OPTIONS, requests=REQUESTS, num_pages=st.integers(26, 60), like_gpu=st.booleans())
+def test_any_mix_gives_what_each_gives_alone(
+    plain: LLM, options: dict[str, Any], requests: Any, num_pages: int, like_gpu: bool
+) -> None:
+    draft = options["speculative"] and options["speculative"]["method"] == "draft"
+    a_page = PAGE_BYTES * (2 if draft else 1) * options["page_size"] // 16
+    llm = tiny(max_model_len=75, kv_cache_gib=pages(num_pages, a_page), **options)
+    if like_gpu:
+        as_on_gpu(llm)
+    engine = llm.engine
+    prompts = [([7, 8, 9, 7, 8] * 10)[:half] + [half + 2] * (size - half)
+               for size, *_ in requests for half in [size // 2]]  # fmt: skip
+    params = [
+        SamplingParams(
+            temperature=0 if greedy or draft else 0.8,
+            seed=number,
+            max_tokens=tokens,
+            prompt_logprobs=logprobs,
+            logprobs=0,
+            ignore_eos=True,
+        )
+        for number, (_, tokens, greedy, logprobs, *_) in enumerate(requests)
+    ]
+    added: dict[int, Any] = {}
+    step = 0
+    while engine.has_work or len(added) < len(requests):
+        for number, (*_, start, stop) in enumerate(requests):
+            if start == step:
+                added[number] = engine.add_request(str(number), prompts[number], params[number])
+            if stop == step:
+                engine.abort(str(number))
+        engine.step()
+        step += 1
+        assert step < 2000
+    assert_idle(llm)
+    for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+        (alone,) = plain.generate([prompt], one)
+        found = added[number].output()
+        tokens = found.outputs[0].token_ids
+        assert tokens == alone.outputs[0].token_ids[: len(tokens)]
+        if found.outputs[0].finish_reason != "abort":
+            assert len(tokens) == one.max_tokens
+            assert [*map(_rounded, found.prompt_logprobs or [])] == [
+                *map(_rounded, alone.prompt_logprobs or [])
+            ]
+
+
+def _rounded(entry: Any) -> Any:
+    if entry is None:
+        return None
+    return {token: pytest.approx(one.logprob, abs=1e-4) for token, one in entry.items()}
+
+
+# Options of a request, each with and without drafts.
+
+
+@pytest.fixture(scope="module", params=[None, NGRAM, DRAFT], ids=["plain", "n-gram", "draft"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    return tiny(speculative=request.param)
+
+
+PROMPT = PROMPTS[5]
+
+
+def answer(llm: LLM, prompt: Any = PROMPT, **options: Any) -> Any:
+    found = llm.generate([prompt], SamplingParams(**{"temperature": 0, "max_tokens": 24} | options))
+    assert_idle(llm)
+    return found[0]
+
+
+def test_n(llm: LLM) -> None:
+    found = answer(llm, n=3, temperature=1.0, seed=5, ignore_eos=True).outputs
+    assert [one.index for one in found] == [0, 1, 2]
+    assert len({tuple(one.token_ids) for one in found}) == 3
+    again = answer(llm, n=3, temperature=1.0, seed=5, ignore_eos=True).outputs
+    assert [one.token_ids for one in found] == [one.token_ids for one in again]
+    first = answer(llm, temperature=1.0, seed=5, ignore_eos=True).outputs[0]
+    assert found[0].token_ids == first.token_ids
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-6}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_filters_that_leave_one_token_are_greedy(llm: LLM, changes: dict[str, Any]) -> None:
+    best = answer(llm, ignore_eos=True).outputs[0].token_ids
+    free = answer(llm, temperature=2.0, seed=1, ignore_eos=True).outputs[0].token_ids
+    assert free != best
+    options = {"temperature": 2.0, "seed": 1, "ignore_eos": True} | changes
+    assert answer(llm, **options).outputs[0].token_ids == best
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_penalties(plain: LLM, llm: LLM, name: str) -> None:
+    best = answer(llm, ignore_eos=True, max_tokens=60).outputs[0].token_ids
+    fined = answer(llm, ignore_eos=True, max_tokens=60, **{name: 1.9}).outputs[0].token_ids
+    assert fined != best and len(set(fined)) > len(set(best))
+    same = answer(plain, ignore_eos=True, max_tokens=60, **{name: 1.9}).outputs[0].token_ids
+    assert fined == same
+
+
+def test_logit_bias(llm: LLM) -> None:
+    assert answer(llm, logit_bias={42: 100.0}, max_tokens=9).outputs[0].token_ids == [42] * 9
+    best = answer(llm).outputs[0].token_ids
+    assert best[0] not in answer(llm, logit_bias={best[0]: -100.0}).outputs[0].token_ids
+
+
+def test_stop_token_ids(llm: LLM) -> None:
+    best = answer(llm, ignore_eos=True).outputs[0].token_ids
+    stop = best[9]
+    found = answer(llm, stop_token_ids=[stop, 96], ignore_eos=True).outputs[0]
+    assert found.token_ids == best[: best.index(stop) + 1]
+    assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+
+
+def test_eos_min_tokens_and_ignore_eos(llm: LLM) -> None:
+    to_eos = {"logit_bias": {EOS: 100.0}}
+    found = answer(llm, **to_eos).outputs[0]
+    assert (found.token_ids, found.finish_reason, found.stop_reason) == ([EOS], "stop", None)
+    found = answer(llm, ignore_eos=True, max_tokens=5, **to_eos).outputs[0]
+    assert (found.token_ids, found.finish_reason) == ([EOS] * 5, "length")
+    found = answer(llm, min_tokens=7, **to_eos).outputs[0]
+    assert EOS not in found.token_ids[:7] and found.token_ids[7:] == [EOS]
+    stop = found.token_ids[0]
+    found = answer(llm, min_tokens=7, stop_token_ids=[stop], ignore_eos=True).outputs[0]
+    assert stop not in found.token_ids[:7]
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 6, None])
+def test_max_tokens(llm: LLM, tokens: int | None) -> None:
+    found = answer(llm, max_tokens=tokens, ignore_eos=True).outputs[0]
+    assert len(found.token_ids) == (256 - len(PROMPT) if tokens is None else tokens)
+    assert found.finish_reason == "length"
+
+
+def test_truncate_prompt_tokens(llm: LLM) -> None:
+    found = answer(llm, truncate_prompt_tokens=11)
+    assert found.prompt_token_ids == PROMPT[-11:]
+    assert found.outputs[0].token_ids == answer(llm, PROMPT[-11:]).outputs[0].token_ids
+    assert answer(llm, truncate_prompt_tokens=99).prompt_token_ids == PROMPT
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logprobs_are_the_models_own(llm: LLM, temperature: float) -> None:
+    found = answer(
+        llm, temperature=temperature, seed=0, logprobs=3, ignore_eos=True, logit_bias={5: 1.0}
+    ).outputs[0]
+    exact = eager_logprobs(eager(source()), PROMPT + found.token_ids)
+    total = 0.0
+    for place, (token, entry) in enumerate(zip(found.token_ids, found.logprobs, strict=True)):
+        _check_entry(entry, exact[len(PROMPT) - 1 + place], token, 3)
+        total += entry[token].logprob
+    assert found.cumulative_logprob == pytest.approx(total)
+    bare = answer(llm, logprobs=0).outputs[0]
+    assert [list(entry) for entry in bare.logprobs] == [[token] for token in bare.token_ids]
+
+
+def _check_entry(entry: Any, exact: torch.Tensor, token: int, wanted: int) -> None:
+    best = exact.topk(wanted).indices.tolist()
+    assert set(entry) == {*best, token}
+    for each, logprob in entry.items():
+        assert logprob.logprob == pytest.approx(exact[each].item(), abs=1e-4)
+        assert logprob.rank == int((exact > exact[each]).sum()) + 1
+
+
+@pytest.mark.parametrize("budget", [1024, 20])
+@pytest.mark.parametrize("speculative", [None, NGRAM, DRAFT], ids=["plain", "n-gram", "draft"])
+@pytest.mark.parametrize("like_gpu", [False, True])
+def test_prompt_logprobs(budget: int, speculative: Any, like_gpu: bool) -> None:
+    llm = tiny(max_num_batched_tokens=budget, speculative=speculative)
+    if like_gpu:
+        as_on_gpu(llm)
+    prompts = [*PROMPTS[-6:], PROMPT]  # the last would be found in the cache
+    params = [replace(GREEDY, prompt_logprobs=i % 4, n=1 + i % 2) for i, _ in enumerate(prompts)]
+    best = outputs(llm, prompts)
+    for i, found in enumerate(llm.generate(prompts, params)):
+        assert found.outputs[-1].token_ids == best[i]
+        assert found.prompt_logprobs is not None and found.prompt_logprobs[0] is None
+        assert len(found.prompt_logprobs) == len(prompts[i])
+        exact = eager_logprobs(eager(source()), prompts[i])
+        for place, entry in enumerate(found.prompt_logprobs[1:]):
+            _check_entry(entry, exact[place], prompts[i][place + 1], i % 4)
+    assert_idle(llm)
+
+
+def test_prompt_logprobs_of_a_preempted_prompt() -> None:
+    llm = tiny(kv_cache_gib=pages(6), max_model_len=96, max_num_batched_tokens=20)
+    params = replace(GREEDY, prompt_logprobs=1, max_tokens=20)
+    prompts = [PROMPTS[6][:size] for size in (14, 14, 63)]
+    for prompt, found in zip(prompts, llm.generate(prompts, params), strict=True):
+        exact = eager_logprobs(eager(source()), prompt)
+        assert found.prompt_logprobs is not None and len(found.prompt_logprobs) == len(prompt)
+        for place, entry in enumerate(found.prompt_logprobs[1:]):
+            assert entry is not None
+            _check_entry(entry, exact[place], prompt[place + 1], 1)
+    assert llm.stats.num_preemptions > 0
+
+
+def test_speculate_is_the_requests_choice(llm: LLM) -> None:
+    before = llm.stats.speculative.num_draft_tokens
+    best = answer(llm, speculate=False).outputs[0]
+    assert llm.stats.speculative.num_draft_tokens == before
+    assert set(best.origins) == {0}
+    drafted = answer(llm).outputs[0]
+    assert drafted.token_ids == best.token_ids
+    if llm.engine.config.speculative:
+        assert llm.stats.speculative.num_draft_tokens > before
+        assert len(drafted.steps) == len(drafted.token_ids) >= len(set(drafted.steps))
+
+
+def test_streaming_grows_and_ends(llm: LLM) -> None:
+    parts = [found.outputs[0] for found in llm.stream(PROMPT, GREEDY)]
+    for part, after in pairwise(parts):
+        assert after.token_ids[: len(part.token_ids)] == part.token_ids
+    assert parts[-1].token_ids == outputs(llm, [PROMPT])[0]
+    assert [part.finish_reason for part in parts[:-1]] == [None] * (len(parts) - 1)
+    opened = llm.stream(PROMPT, GREEDY)
+    next(opened)
+    opened.close()
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "message"),
+    [
+        ([], {}, "prompt is empty"),
+        ([3, VOCAB], {}, f"token id {VOCAB} is not in the vocabulary"),
+        ([3, -1], {}, "token id -1"),
+        ([3, 2.5], {}, "2.5"),
+        ([3, True], {}, "True"),
+        ([5] * 256, {}, "256 tokens.*allows 255"),
+        ("text", {}, "no tokenizer"),
+        ([3], {"stop": "x"}, "no tokenizer"),
+        ([3], {"logit_bias": {VOCAB: 1.0}}, f"token id {VOCAB}"),
+        ([3], {"stop_token_ids": [500]}, "token id 500"),
+        ([3], {"logprobs": 98}, "logprobs 98"),
+        ([3], {"prompt_logprobs": 98}, "prompt_logprobs 98"),
+    ],
+)
+def test_one_bad_request_and_none_is_run(
+    plain: LLM, prompt: Any, options: dict[str, Any], message: str
+) -> None:
+    bad = SamplingParams(**options)
+    with pytest.raises(ValueError, match=message):
+        plain.generate([PROMPT, prompt, PROMPT], [GREEDY, bad, GREEDY])
+    assert_idle(plain)
+
+
+def test_refusals_of_a_call(plain: LLM) -> None:
+    with pytest.raises(ValueError, match="2 prompts but 1"):
+        plain.generate([PROMPT, PROMPT], [GREEDY])
+    with pytest.raises(TypeError):
+        plain.generate([PROMPT, None], GREEDY)  # type: ignore[list-item]
+    assert_idle(plain)
+    with pytest.raises(ValueError, match="chat template"):
+        plain.chat_prompt([{"role": "user", "content": "hi"}])
+    assert plain.generate([], GREEDY) == []
+    plain.engine.add_request("twice", PROMPT, GREEDY)
+    with pytest.raises(ValueError, match="'twice' is running already"):
+        plain.engine.add_request("twice", PROMPT, GREEDY)
+    plain.engine.abort("twice")
+    assert_idle(plain)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"beams": 4}, "beams"),
+        ({"speculative": {"method": "oracle"}}, "oracle"),
+        ({"speculative": {"methd": "ngram"}}, "methd"),
+        ({"speculative": {"method": "draft"}}, "needs model"),
+        ({"speculative": {"model": "x"}}, "takes no model"),
+        ({"speculative": {"num_drafts": 0}}, "num_drafts"),
+        ({"speculative": {"scorer": "guess"}}, "guess"),
+        ({"speculative": {"min_ngram": 5}}, "min_ngram"),
+        ({"speculative": DRAFT | {"model": source(vocab_size=96)}}, "vocabulary of 96"),
+        ({"kv_cache_gib": 1e-7}, "GiB"),
+        ({"kv_cache_gib": pages(3), "max_model_len": 64}, "max_model_len 64 needs"),
+        ({"kv_cache_gib": -1}, "kv_cache_gib"),
+        ({"max_model_len": 257}, "257 exceeds the model's 256"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 5}, "max_num_batched_tokens 4"),
+        ({"dtype": "int4"}, "int4"),
+        ({"gpu_memory_utilization": 1.5}, "1.5"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=message):
+        tiny(**options)
+
+
+def test_little_memory_shortens_the_context() -> None:
+    llm = tiny(kv_cache_gib=pages(3))
+    assert llm.engine.limits.max_model_len == 48
+    assert len(outputs(llm, [PROMPTS[5]], replace(GREEDY, max_tokens=None))[0]) == 48 - len(PROMPT)

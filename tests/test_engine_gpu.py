@@ -1,0 +1,287 @@
+"""The engine on a GPU: graphs against eager steps bit for bit, equal tokens, no waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from test_engine import ENGINES, NGRAM, PROMPTS
+from tiny_models import (
+    GREEDY,
+    VOCAB,
+    CalledGraphs,
+    one_by_one,
+    outputs,
+    random_prompts,
+    source,
+    tiny,
+)
+
+from anabranch.engine import launch as launch_module
+from anabranch.engine import sample_output
+from anabranch.engine.graphs import GraphKey, Graphs, graph_batches
+from anabranch.engine.llm import LLM
+from anabranch.engine.runner import Runner
+from anabranch.engine.sampling_params import SamplingParams
+from anabranch.engine.scheduler import Scheduled
+
+pytestmark = pytest.mark.gpu
+LENGTH, Q_LEN, NUM_SEQS = 259, 3, 8  # where graphs once went wrong, in another library
+WIDTHS = {17: 17 * 16 - 2, 256: 256 * 16 - 2}  # pages of a table by max_model_len, with two drafts
+ON_GPU = {"device": "cuda", "dtype": "float32", "kv_cache_gib": 0.01}
+SELECTED = (
+    "batched",
+    "chunked",
+    "preempted",
+    "n-gram",
+    "n-gram, expanded",
+    "n-gram, preempted",
+    "draft",
+    "draft, adaptive",
+    "draft, chunked",
+    "draft, preempted",
+    "one draft",
+)
+
+
+def build(max_model_len: int, dtype: str) -> LLM:
+    shape = {"max_position_embeddings": 4096, "hidden_size": 128, "head_dim": 32}
+    return LLM(
+        source(**shape),
+        device="cuda",
+        dtype=dtype,
+        max_model_len=max_model_len,
+        max_num_seqs=NUM_SEQS,
+        max_num_batched_tokens=4096,
+        kv_cache_gib=0.25,
+        speculative=NGRAM | {"num_drafts": Q_LEN - 1},
+    )
+
+
+def runner_of(llm: LLM) -> Runner:
+    return llm.engine._launcher._built.runner
+
+
+@contextmanager
+def graphs(runner: Runner, other: Graphs) -> Iterator[None]:
+    """Run with other graphs than were captured."""
+    captured, runner.graphs = runner.graphs, other
+    try:
+        yield
+    finally:
+        runner.graphs = captured
+
+
+def make_step(llm: LLM, lengths: list[int], q_len: int) -> list[Scheduled]:
+    """Sequences of these lengths whose last `q_len` tokens are still to run; the rest is cached."""
+    engine = llm.engine
+    draws = torch.Generator().manual_seed(sum(lengths))
+    step: list[Scheduled] = []
+    for row, length in enumerate(lengths):
+        ids = torch.randint(2, VOCAB, (length,), generator=draws).tolist()
+        known = length - q_len + 1
+        seq = engine._sequence(str(row), 0, ids[:known], GREEDY, 0)
+        seq.prompt_len = known - 1
+        seq.drafts, seq.row = ids[known:], row
+        assert seq.pages.grow(length)
+        step.append(Scheduled(seq, known - 1, q_len, q_len - 1))
+    cached = [Scheduled(run.seq, 0, run.start, samples=False) for run in step if run.start]
+    with graphs(runner_of(llm), Graphs()):
+        for run in cached:
+            runner_of(llm).run([run])
+    return step
+
+
+def release(step: list[Scheduled]) -> None:
+    for run in step:
+        run.seq.pages.release()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_graphs_give_the_bits_of_eager_steps(width: int, dtype: str) -> None:
+    llm = build(WIDTHS[width], dtype)
+    runner = runner_of(llm)
+    longest = WIDTHS[width] - Q_LEN
+    called = CalledGraphs()
+    with graphs(runner, called):
+        runner.capture(
+            [GraphKey(q, batch) for q in (1, Q_LEN) for batch in graph_batches(NUM_SEQS)]
+        )
+    for q_len in (Q_LEN, 1):
+        batches = [[LENGTH] * batch for batch in range(1, NUM_SEQS + 1)]
+        batches += [[longest] * NUM_SEQS, [q_len] * 5, [16, 17, 15, 1 + q_len, 200, 33, longest]]
+        for lengths in batches:
+            step = make_step(llm, lengths, q_len)
+            replayed = runner.run(step)
+            assert replayed.every == q_len, "a graph was used"
+            rows = replayed.rows.clone()
+            with graphs(runner, called):
+                same_shape = runner.run(step)
+            assert same_shape.every == q_len
+            assert torch.equal(rows, same_shape.rows), (lengths, q_len)
+            with graphs(runner, Graphs()):
+                unpadded = runner.run(step)
+            assert unpadded.every is None and rows.isfinite().all()
+            torch.testing.assert_close(
+                rows, unpadded.rows, rtol=0, atol=rows.abs().max().item() * TOLERANCE[dtype]
+            )
+            again = runner.run(step)
+            assert torch.equal(rows, again.rows), "and twice the same"
+            release(step)
+    assert llm.engine.pool.num_free == llm.engine.pool.num_pages
+
+
+# Of the largest logit: other tiles for other numbers of rows round differently, in two layers.
+TOLERANCE = {"bfloat16": 2**-5, "float32": 2**-16}
+
+
+def test_padded_rows_are_inert() -> None:
+    llm = build(WIDTHS[17], "float32")
+    runner = runner_of(llm)
+    step = make_step(llm, [LENGTH] * 5, Q_LEN)  # in a graph of eight
+    used = torch.tensor([page for run in step for page in run.seq.pages.pages])
+    others = torch.ones(llm.engine.pool.num_pages, dtype=torch.bool)
+    others[used] = False
+    caches: list[Any] = [layer.anabranch_cache for layer in runner._layers]
+    for cache in caches:
+        cache.k[others.cuda()] = 7.0
+        cache.v[others.cuda()] = 7.0
+    assert runner.run(step).every == Q_LEN
+    for cache in caches:
+        assert (cache.k[others.cuda()] == 7).all() and (cache.v[others.cuda()] == 7).all()
+        first = step[0].seq.pages.pages[LENGTH // 16]
+        assert not (cache.k[first, LENGTH % 16 - 1] == 7).any(), "the last token is kept"
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[list[int]]:
+    return one_by_one(tiny(**ON_GPU, cuda_graphs=False), PROMPTS)
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", SELECTED)
+def test_tokens_are_the_same(name: str, cuda_graphs: bool, expected: list[list[int]]) -> None:
+    llm = tiny(**ON_GPU | {"max_num_seqs": 8} | ENGINES[name], cuda_graphs=cuda_graphs)
+    assert outputs(llm, PROMPTS) == expected
+    assert outputs(llm, PROMPTS) == expected, "with the cache as the first round left it"
+    assert (llm.stats.num_graph_steps > 0) == cuda_graphs
+    assert (llm.stats.num_preemptions > 0) == ("preempted" in name)
+    if "n-gram" in name or "draft" in name:
+        assert llm.stats.speculative.num_accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", ["batched", "n-gram", "draft"])
+def test_prompts_as_long_as_a_verification(name: str) -> None:
+    """A graph of five tokens a sequence fits a prompt of five as well."""
+    prompts = random_prompts(7, (5, 5, 5, 4, 6, 1, 2))
+    params = replace(GREEDY, prompt_logprobs=1)
+    llm = tiny(**ON_GPU, max_num_seqs=8, **ENGINES[name])
+    plain = tiny(**ON_GPU, max_num_seqs=8, cuda_graphs=False)
+    assert one_by_one(llm, prompts) == one_by_one(plain, prompts)
+    assert outputs(llm, prompts) == outputs(plain, prompts)
+    assert outputs(llm, prompts, params) == outputs(plain, prompts, params)
+
+
+def test_a_seed_reproduces() -> None:
+    params = [
+        SamplingParams(temperature=0.8, top_p=0.9, frequency_penalty=0.2, seed=i, max_tokens=20)
+        for i, _ in enumerate(PROMPTS)
+    ]
+    alone = one_by_one(tiny(**ON_GPU, cuda_graphs=False), PROMPTS, params)
+    for speculative in (None, NGRAM):
+        llm = tiny(**ON_GPU, max_num_seqs=8, speculative=speculative)
+        assert outputs(llm, PROMPTS, params) == alone
+
+
+@contextmanager
+def no_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Launches under torch's sync debug mode; counts of the copies to the host, a step each."""
+    copies: list[int] = []
+    launcher = llm.engine._launcher
+    launch = launcher.launch
+    count = 0
+
+    def strict_launch(*args: Any) -> Any:
+        nonlocal count
+        count = 0
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            copies.append(count)
+
+    download = sample_output.download
+
+    def counted_download(*args: Any) -> Any:
+        nonlocal count
+        count += 1
+        return download(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(launcher, "launch", strict_launch)
+        patch.setattr(sample_output, "download", counted_download)
+        patch.setattr(launch_module, "download", counted_download)
+        yield copies
+
+
+@pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
+@pytest.mark.parametrize("name", ["batched", "n-gram", "n-gram, expanded", "draft"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_a_launch_waits_for_nothing_and_copies_once(
+    name: str, cuda_graphs: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = tiny(**ON_GPU, max_num_seqs=8, **ENGINES[name], cuda_graphs=cuda_graphs)
+    params = SamplingParams(
+        temperature=temperature,
+        seed=1,
+        max_tokens=16,
+        ignore_eos=True,
+        logprobs=2,
+        top_p=0.9,
+        presence_penalty=0.1,
+    )
+    llm.generate(PROMPTS, params)  # compiles
+    with no_waiting(llm, monkeypatch) as copies:
+        llm.generate(PROMPTS, params)
+    assert len(copies) > 3 and set(copies) == {1}
+
+
+@pytest.mark.parametrize("name", ["batched", "n-gram", "draft"])
+def test_the_device_sees_one_copy_to_the_host_a_step(name: str) -> None:
+    llm = tiny(**ON_GPU, max_num_seqs=8, **ENGINES[name])
+    outputs(llm, PROMPTS)
+    before = llm.stats.num_steps
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        outputs(llm, PROMPTS)
+        torch.cuda.synchronize()
+    steps = llm.stats.num_steps - before
+    copies = [event.name for event in profile.events() if event.name.startswith("Memcpy DtoH")]
+    assert len(copies) == steps, (len(copies), steps)
+    assert all("Pinned" in name for name in copies)
+
+
+def test_chunks_without_samples_land() -> None:
+    """A step that only computes a part of a prompt leaves nothing to wait for but its end."""
+    llm = tiny(**ON_GPU, max_num_seqs=2, max_num_batched_tokens=16)
+    prompt = [3 + i % 90 for i in range(230)]
+    alone = tiny(**ON_GPU, max_num_seqs=2, cuda_graphs=False)
+    assert outputs(llm, [prompt]) == outputs(alone, [prompt])
+    assert all(taken > 0 for taken in llm.stats.stage_ms.values())
+    assert llm.stats.num_prompt_tokens == 230
+
+
+def test_memory_is_profiled_and_refused() -> None:
+    llm = tiny(device="cuda", max_num_seqs=4, gpu_memory_utilization=0.5)
+    assert llm.engine.pool.num_pages == 4 * 256 // 16, "as much as all sequences can use"
+    with pytest.raises(ValueError, match="GiB"):
+        tiny(device="cuda", gpu_memory_utilization=1e-4)

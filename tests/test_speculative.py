@@ -1,0 +1,333 @@
+"""Speculation: what is proposed, that no distribution changes, what is counted, when it stops."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from anabranch.engine.stage_clock import StageClock
+from anabranch.engine.stats import SpeculativeStats
+from anabranch.speculative.adaptive import FRESH, RETRY_STEPS, AdaptiveDrafts
+from anabranch.speculative.ngram import NgramIndex
+
+pytest.importorskip("transformers")
+
+from test_sampler import assert_distributed
+from tiny_models import (
+    GREEDY,
+    as_on_gpu,
+    assert_idle,
+    blurred_source,
+    eager,
+    one_by_one,
+    outputs,
+    random_prompts,
+    source,
+    tiny,
+)
+
+from anabranch.engine.llm import LLM
+from anabranch.engine.sampling_params import SamplingParams
+from anabranch.engine.sequence import Origin
+
+NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
+SELF = {"method": "draft", "model": source(), "adaptive": False}
+BLURRED = {"method": "draft", "model": blurred_source(), "adaptive": False}
+PROMPTS = random_prompts()
+
+
+# n-grams
+
+
+def looked_up(tokens: list[int], low: int, high: int, num_drafts: int) -> list[int]:
+    """The latest earlier place of the longest n-gram that ends the tokens, by search."""
+    for size in range(min(high, len(tokens)), low - 1, -1):
+        for start in range(len(tokens) - size - 1, -1, -1):
+            if tokens[start : start + size] == tokens[-size:]:
+                grown = list(tokens)
+                for _ in range(num_drafts):
+                    grown.append(grown[start + size + len(grown) - len(tokens)])
+                return grown[len(tokens) :]
+    return []
+
+
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    st.integers(1, 3),
+    st.integers(0, 2),
+    st.integers(1, 6),
+    st.data(),
+)
+def test_ngrams_are_the_longest_and_latest(
+    tokens: list[int], low: int, more: int, num_drafts: int, data: st.DataObject
+) -> None:
+    index = NgramIndex(low, low + more)
+    seen = 1
+    while seen < len(tokens):  # the sequence grows by some tokens a step
+        found = index.propose(tokens[:seen], num_drafts)
+        assert found == looked_up(tokens[:seen], low, low + more, num_drafts)
+        seen += data.draw(st.integers(1, 5))
+    assert index.propose(tokens, num_drafts) == looked_up(tokens, low, low + more, num_drafts)
+
+
+def test_nothing_seen_before_is_no_draft() -> None:
+    assert NgramIndex(2, 4).propose([1, 2, 3, 4], 4) == []
+    assert NgramIndex(2, 4).propose([7], 4) == []
+    assert NgramIndex(1, 4).propose([7, 7], 3) == [7, 7, 7], "a loop goes on"
+
+
+# Distributions
+
+
+VOCAB, LENGTH = 4, 3
+REQUESTS, SAMPLES = 10, 200
+SHAPE = {"vocab_size": VOCAB, "eos_token_id": None, "initializer_range": 0.12}
+SMALL = source(**SHAPE)
+OTHER = source(**SHAPE, hidden_size=32, num_hidden_layers=1)
+START = [0, 3, 1, 2, 0, 1]
+METHODS: dict[str, Any] = {
+    "plain": None,
+    "n-gram": NGRAM,
+    "n-gram, expanded": NGRAM | {"scorer": "batch-expansion", "num_drafts": 2},
+    "draft": {"method": "draft", "model": OTHER, "adaptive": False},
+    "draft, expanded": {
+        "method": "draft",
+        "model": OTHER,
+        "adaptive": False,
+        "scorer": "batch-expansion",
+    },
+}
+
+
+def exact_probs(temperature: float, banned: int | None) -> torch.Tensor:
+    """Of every continuation of LENGTH tokens, [VOCAB ** LENGTH]."""
+    grid = list(itertools.product(range(VOCAB), repeat=LENGTH))
+    ids = torch.tensor([[*START, *tokens] for tokens in grid])
+    with torch.inference_mode():
+        logits = eager(SMALL)(ids, use_cache=False).logits[:, len(START) - 1 : -1].double()
+    if banned is not None:
+        logits = logits.index_fill(2, torch.tensor(banned), -torch.inf)
+    logprobs = (logits / temperature).log_softmax(2)
+    places = ids[:, len(START) :].unsqueeze(2)
+    return logprobs.gather(2, places).squeeze(2).sum(1).exp()
+
+
+def sampled_cells(llm: LLM, **options: Any) -> torch.Tensor:
+    """Continuations by the engine, numbered as in `exact_probs`."""
+    params = [
+        SamplingParams(n=SAMPLES, max_tokens=LENGTH + 1, seed=seed, **options)
+        for seed in range(REQUESTS)
+    ]
+    found = llm.generate([START] * REQUESTS, params)
+    tokens = [output.token_ids[:LENGTH] for each in found for output in each.outputs]
+    return (torch.tensor(tokens) * torch.tensor([VOCAB**2, VOCAB, 1])).sum(1)
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+@pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
+def test_sampled_text_is_distributed_as_the_models_own(method: Any, like_gpu: bool) -> None:
+    llm = LLM(SMALL, device="cpu", max_num_seqs=256, speculative=method)
+    if like_gpu:
+        as_on_gpu(llm)
+    assert_distributed(sampled_cells(llm, temperature=0.9), exact_probs(0.9, None))
+    stats = llm.stats.speculative
+    if method:
+        assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert_idle(llm)
+
+
+@pytest.mark.parametrize("method", ["n-gram", "draft"])
+def test_a_biased_target_is_not_biased_by_its_drafts(method: str) -> None:
+    llm = LLM(SMALL, device="cpu", max_num_seqs=256, speculative=METHODS[method])
+    assert_distributed(sampled_cells(llm, logit_bias={3: -100.0}), exact_probs(1.0, 3))
+
+
+# Counts
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+def test_a_draft_model_that_is_the_target_is_always_right(like_gpu: bool) -> None:
+    llm = tiny(speculative=SELF)
+    if like_gpu:
+        as_on_gpu(llm)
+    assert outputs(llm, PROMPTS) == one_by_one(tiny(), PROMPTS)
+    stats = llm.stats.speculative
+    assert stats.acceptance_rate == 1.0
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    assert stats.acceptance_by_position == [1.0] * 4
+    # 23 tokens behind the first: 4 verifications of 4 drafts, and one of 2
+    assert stats.num_drafts == 5 * len(PROMPTS)
+    assert stats.system_efficiency == pytest.approx(23 / 25)
+    assert stats.acceptance_length == pytest.approx(23 / 5)
+
+
+@pytest.mark.parametrize("speculative", [NGRAM, BLURRED], ids=["n-gram", "draft"])
+def test_counts_agree_with_each_other_and_with_outputs(speculative: Any) -> None:
+    llm = tiny(speculative=speculative)
+    found = [answer.outputs[0] for answer in llm.generate(PROMPTS, GREEDY)]
+    stats = llm.stats.speculative
+    assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
+    assert sum(stats.drafted_at) == stats.num_draft_tokens
+    assert sum(stats.accepted_at) == stats.num_accepted_tokens
+    assert stats.accepted_at == sorted(stats.accepted_at, reverse=True)
+    assert all(a <= d for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True))
+    assert stats.num_emitted_tokens == stats.num_accepted_tokens + stats.num_drafts
+    assert stats.num_max_tokens == 5 * stats.num_drafts
+    origins = [origin for output in found for origin in output.origins]
+    assert origins.count(Origin.ACCEPTED) == stats.num_accepted_tokens
+    emitted = [len(list(run)) for output in found for _, run in itertools.groupby(output.steps)]
+    assert sum(emitted) == llm.stats.num_output_tokens == 24 * len(PROMPTS)
+    assert max(emitted) <= 5
+    assert set(llm.stats.stage_ms) >= {"scoring", "verification"}
+    assert ("proposal" in llm.stats.stage_ms) == (speculative is BLURRED)
+
+
+def test_rates_of_nothing_are_zero() -> None:
+    stats = SpeculativeStats()
+    assert stats.acceptance_rate == stats.system_efficiency == stats.acceptance_length == 0
+    stats.count(2, 1, 4)
+    assert stats.drafted_at == [1, 1, 0, 0] and stats.accepted_at == [1, 0, 0, 0]
+    assert stats.acceptance_by_position == [1.0, 0.0, 0.0, 0.0]
+
+
+# Numbers of drafts that change from step to step
+
+
+def switch(llm: LLM, numbers: Iterator[int]) -> None:
+    """Let these numbers of drafts be chosen, whatever pays."""
+    llm.engine.adaptive = Chosen(numbers)  # type: ignore[assignment]
+
+
+class Chosen:
+    def __init__(self, numbers: Iterator[int]) -> None:
+        self._numbers = numbers
+
+    def choose(self, batch: int) -> int:
+        return next(self._numbers)
+
+    def observe(self, *_: Any) -> None: ...
+
+    def count(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+@pytest.mark.parametrize(
+    "numbers", [[4, 0], [0, 0, 2, 0, 1, 4], [0] * 40 + [4, 0, 0]], ids=["turns", "mixed", "late"]
+)
+@pytest.mark.parametrize("speculative", [NGRAM, SELF], ids=["n-gram", "draft"])
+def test_tokens_do_not_depend_on_when_drafts_are_made(
+    numbers: list[int], speculative: Any, like_gpu: bool
+) -> None:
+    params = replace(GREEDY, max_tokens=60)
+    prompts = PROMPTS[3:6]
+    expected = one_by_one(tiny(), prompts, params)
+    # a step holds fewer tokens than there are to catch up with
+    llm = tiny(speculative=speculative, max_num_batched_tokens=6, max_num_seqs=3)
+    if like_gpu:
+        as_on_gpu(llm)
+    switch(llm, itertools.cycle(numbers))
+    assert outputs(llm, prompts, params) == expected
+    stats = llm.stats.speculative
+    if speculative is SELF:
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+# The controller
+
+
+def drive(adaptive: AdaptiveDrafts, steps: int, *, ms: dict[int, float], accepted: float) -> int:
+    """Run steps that take `ms` by number of drafts; the number chosen most of the last ones."""
+    chosen: list[int] = []
+    credit = 0.0
+    for _ in range(steps):
+        number = adaptive.choose(1)
+        chosen.append(number)
+        if number:
+            credit += accepted * number
+            taken = min(int(credit), number)
+            credit -= taken
+            adaptive.count(number, taken)
+        adaptive.observe(1, number, ms[number])
+    last = chosen[-RETRY_STEPS:]
+    return max(set(last), key=last.count)
+
+
+FLAT = {0: 1.0, 1: 1.1, 2: 1.15, 4: 1.25}
+STEEP = {0: 1.0, 1: 1.9, 2: 2.8, 4: 5.0}
+
+
+def test_drafts_stop_when_never_accepted_and_come_back() -> None:
+    adaptive = AdaptiveDrafts(4)
+    assert drive(adaptive, 300, ms=FLAT, accepted=0.0) == 0
+    assert adaptive.reason.startswith("speculation off") and "1.25 times" in adaptive.reason
+    assert drive(adaptive, 3000, ms=FLAT, accepted=1.0) == 4
+    assert adaptive.reason.startswith("4 drafts a step")
+
+
+def test_drafts_stop_when_they_are_slow_and_come_back() -> None:
+    adaptive = AdaptiveDrafts(4)
+    assert drive(adaptive, 300, ms=STEEP, accepted=0.5) == 0
+    assert "speculation off" in adaptive.reason and "5.00 times" in adaptive.reason
+    assert drive(adaptive, 6000, ms=FLAT, accepted=1.0) == 4
+
+
+def test_a_few_drafts_may_be_best() -> None:
+    adaptive = AdaptiveDrafts(4)
+    for _ in range(60):
+        adaptive.count(4, 1)  # the first is right, the second never
+    assert drive(adaptive, 300, ms={0: 1, 1: 1.1, 2: 1.6, 4: 2.5}, accepted=0) != 4
+
+
+def test_batch_sizes_are_judged_apart() -> None:
+    adaptive = AdaptiveDrafts(2)
+    for _ in range(30):
+        adaptive.count(2, 2)
+    for batch, slow in ((1, 1.1), (64, 9.0)):
+        for number in adaptive.choices:
+            for _ in range(FRESH):
+                adaptive.observe(batch, number, slow if number else 1.0)
+    assert adaptive.choose(1) == 2
+    assert adaptive.choose(64) == 0
+    assert "127" in adaptive.reason
+
+
+def test_every_number_is_tried_and_off_means_all() -> None:
+    adaptive = AdaptiveDrafts(4)
+    assert adaptive.choices == [0, 1, 2, 4]
+    tried: list[int] = []
+    for _ in range(4 * FRESH):
+        tried.append(adaptive.choose(1))
+        adaptive.observe(1, tried[-1], 1.0)
+    assert tried == [4] * FRESH + [2] * FRESH + [1] * FRESH + [0] * FRESH
+    fixed = AdaptiveDrafts(4, enabled=False)
+    assert drive(fixed, 100, ms=STEEP, accepted=0.0) == 4
+
+
+COSTS = {"model": 1.0, "scoring": 9.0, "proposal": 0.0, "sampling": 0.0, "verification": 0.0}
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+@pytest.mark.parametrize("speculative", [NGRAM, SELF], ids=["n-gram", "draft"])
+def test_an_engine_gives_drafts_up_and_tries_again(
+    speculative: Any, like_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(clock: StageClock) -> dict[str, float]:
+        return {name: COSTS[name] for name, *_ in clock._marks}
+
+    monkeypatch.setattr(StageClock, "read", read)
+    llm = tiny(speculative=speculative | {"adaptive": True})
+    if like_gpu:
+        as_on_gpu(llm)
+    params = replace(GREEDY, max_tokens=200)
+    assert outputs(llm, [PROMPTS[4]], params) == one_by_one(tiny(), [PROMPTS[4]], params)
+    assert llm.engine.adaptive.reason.startswith("speculation off")
+    tried = llm.stats.speculative.num_drafts
+    first = 3 * (FRESH + 1)  # a step may be chosen before the one ahead of it was measured
+    assert 3 * FRESH < tried < first + 200 / RETRY_STEPS, "now and then after the first tries"

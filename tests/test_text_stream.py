@@ -1,0 +1,186 @@
+"""Tokens become text as they come: characters cut in half, stop strings, special tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+transformers = pytest.importorskip("transformers")
+
+from tiny_models import as_on_gpu, assert_idle, writing_source  # noqa: E402
+
+from anabranch.engine.llm import LLM  # noqa: E402
+from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
+from anabranch.engine.text_stream import TextStream  # noqa: E402
+from anabranch.models import smollm2_directory  # noqa: E402
+
+TEXT = "Ünïcode 🙂🙃 and 12345 – «done».\n\n"
+NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return transformers.AutoTokenizer.from_pretrained(smollm2_directory())
+
+
+def push_all(stream: TextStream, ids: list[int]) -> list[str]:
+    """What is shown after each token, until a stop string."""
+    shown: list[str] = []
+    for token in ids:
+        stopped = stream.push(token)
+        shown.append(stream.shown)
+        if stopped:
+            break
+    return shown
+
+
+def test_text_is_that_of_the_tokenizer(tokenizer: Any) -> None:
+    ids = tokenizer(TEXT)["input_ids"]
+    assert len(ids) > len(TEXT.split()) + 5, "some characters are several tokens"
+    for cut in range(len(ids)):
+        if tokenizer.decode(ids[:cut]).endswith("�"):
+            continue
+        stream = TextStream(tokenizer, prompt=ids[:cut])
+        shown = push_all(stream, ids[cut:])
+        assert tokenizer.decode(ids[:cut]) + stream.text == TEXT
+        assert all(after.startswith(before) for before, after in pairwise(shown))
+        assert not any("�" in text for text in shown)
+
+
+def test_half_a_character_before_does_not_come_again(tokenizer: Any) -> None:
+    ids = tokenizer("some words before it 🙂")["input_ids"]
+    stream = TextStream(tokenizer, prompt=ids[:-1])
+    push_all(stream, [ids[-1], *tokenizer(" more")["input_ids"]])
+    assert stream.text.endswith(" more") and "before" not in stream.text
+
+
+def test_special_tokens_are_text_only_if_wanted(tokenizer: Any) -> None:
+    ids = [*tokenizer("a")["input_ids"], tokenizer.eos_token_id, *tokenizer("b")["input_ids"]]
+    for skip, text in ((True, "ab"), (False, f"a{tokenizer.eos_token}b")):
+        stream = TextStream(tokenizer, skip_special=skip)
+        push_all(stream, ids)
+        assert stream.text == text
+
+
+def test_without_a_tokenizer_there_is_no_text() -> None:
+    stream = TextStream(None, prompt=[1, 2])
+    assert push_all(stream, [3, 4]) == ["", ""] and stream.stopped_by is None
+
+
+@given(
+    st.text("ab<.", min_size=1, max_size=24),
+    st.lists(st.text("ab<.", min_size=1, max_size=5), min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_text_ends_at_the_first_stop_string_and_nothing_shown_is_taken_back(
+    text: str, stop: list[str], include: bool
+) -> None:
+    stream = TextStream(Letters(), stop=stop, include_stop=include)
+    shown = push_all(stream, [ord(letter) for letter in text])
+    assert all(after.startswith(before) for before, after in pairwise(shown))
+    ends = [(text.find(each) + len(each), each) for each in stop if each in text]
+    if not ends:
+        assert stream.text == text and stream.stopped_by is None
+        assert text.startswith(stream.shown)
+        return
+    end = min(ends)[0]  # the first to be complete, the longest of those
+    begin = min(text.find(each) for place, each in ends if place == end)
+    assert stream.stopped_by == text[begin:end]
+    assert stream.text == stream.shown == text[: end if include else begin]
+
+
+class Letters:
+    """A tokenizer whose tokens are characters."""
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer, decoders, models
+
+        vocab = {chr(code): code for code in range(256)}
+        self.backend_tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="?"))
+        self.backend_tokenizer.decoder = decoders.Fuse()
+
+
+def test_a_stop_string_that_may_not_stop_is_text(tokenizer: Any) -> None:
+    stream = TextStream(tokenizer, stop=["stop", "s and stops"])
+    ids = [tokenizer(word)["input_ids"] for word in ("a stop", " and", " stop", " here")]
+    assert not any(stream.push(token, may_stop=False) for token in ids[0] + ids[1])
+    assert stream.text == "a stop and"
+    stopped = [stream.push(token) for token in ids[2]]
+    assert stopped[-1] and stream.text == "a stop and " and stream.stopped_by == "stop"
+
+
+# The same through an engine, whose text is arbitrary: stop strings are cut out of it.
+
+
+@pytest.fixture(scope="module", params=["plain", "n-gram", "in flight"])
+def llm(request: pytest.FixtureRequest) -> LLM:
+    speculative = NGRAM if request.param == "n-gram" else None
+    llm = LLM(writing_source(), device="cpu", max_num_seqs=2, speculative=speculative)
+    return as_on_gpu(llm) if request.param == "in flight" else llm
+
+
+def answer(llm: LLM, **options: Any) -> Any:
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 30, "ignore_eos": True} | options)
+    parts = [found.outputs[0] for found in llm.stream("Once upon a time", params)]
+    texts = [part.text for part in parts]
+    assert all(after.startswith(before) for before, after in pairwise(texts))
+    assert_idle(llm)
+    return parts[-1]
+
+
+def test_stop_strings(llm: LLM) -> None:
+    whole = answer(llm)
+    assert whole.text.rstrip("�") == llm.tokenizer.decode(whole.token_ids).rstrip("�")
+    middle = len(whole.text) // 2
+    stop = whole.text[middle - 4 : middle + 5]  # over several tokens
+    before = whole.text[: whole.text.index(stop)]
+    found = answer(llm, stop=["never this", stop])
+    assert (found.text, found.finish_reason, found.stop_reason) == (before, "stop", stop)
+    assert len(found.token_ids) < len(whole.token_ids)
+    assert answer(llm, stop=stop, include_stop_str_in_output=True).text == before + stop
+    late = answer(llm, stop=stop, min_tokens=30)
+    assert late.text == whole.text and late.finish_reason == "length"
+
+
+def test_a_stop_token_is_text_only_if_wanted(llm: LLM) -> None:
+    whole = answer(llm)
+    token = whole.token_ids[10]
+    place = whole.token_ids.index(token)
+    piece = llm.tokenizer.decode(whole.token_ids[: place + 1])
+    without = answer(llm, stop_token_ids=[token])
+    assert without.token_ids == whole.token_ids[: place + 1]
+    assert piece.startswith(without.text) and len(without.text) < len(piece)
+    assert answer(llm, stop_token_ids=[token], include_stop_str_in_output=True).text == piece
+
+
+def test_special_tokens_of_a_request(llm: LLM) -> None:
+    eos = llm.tokenizer.eos_token_id
+    bias = {"logit_bias": {eos: 100.0}, "max_tokens": 3}
+    assert answer(llm, **bias).text == ""
+    assert answer(llm, skip_special_tokens=False, **bias).text == llm.tokenizer.eos_token * 3
+    ended = answer(llm, ignore_eos=False, **bias)
+    assert (ended.text, ended.token_ids, ended.finish_reason) == ("", [eos], "stop")
+
+
+def test_text_prompts(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4)
+    (found,) = llm.generate("Once upon", params)
+    assert found.prompt == "Once upon"
+    assert found.prompt_token_ids == llm.tokenizer("Once upon")["input_ids"]
+    (same,) = llm.generate(found.prompt_token_ids, params)
+    assert same.prompt is None and same.outputs[0].text == found.outputs[0].text
+    with pytest.raises(ValueError, match="empty"):
+        llm.generate("", params)
+    chat = llm.chat_prompt([{"role": "user", "content": "hi"}])
+    assert "hi" in llm.tokenizer.decode(chat) and isinstance(chat[0], int)
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused_where_it_matters() -> None:
+    llm = LLM(writing_source(vocab_size=97), device="cpu", max_num_seqs=1)
+    with pytest.raises(ValueError, match="not in the vocabulary of 97"):
+        llm.generate("Once upon a time", SamplingParams(max_tokens=1))
+    assert_idle(llm)
