@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import (
@@ -39,6 +41,28 @@ def check(case: Case, seed: int = 0) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_sources(source: str, dims: tuple[int, int], group: int, dtype: torch.dtype) -> None:
     check(Case(source=source, dims=dims, group=group, dtype=dtype))
+
+
+def spread(x: torch.Tensor) -> torch.Tensor:
+    """A copy whose last dimension is not contiguous, with NaN between."""
+    wide = torch.full((*x.shape[:-1], 2 * x.shape[-1]), torch.nan, dtype=x.dtype)
+    wide[..., ::2] = x
+    return wide[..., ::2]
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("dims", [(64, 64), (64, 32)])
+@pytest.mark.parametrize("strided", ["q", "k", "v"])
+def test_strided_heads(source: str, dims: tuple[int, int], strided: str) -> None:
+    for q_lens in ((1, 1, 1), (3, 40, 1)):
+        case = Case(source=source, dims=dims, q_lens=q_lens, k_lens=(70, 80, 33))
+        q, keys, options = make_inputs(case, 0)
+        if strided == "q":
+            state = attend(spread(q), keys, **options)
+        else:
+            other = replace(keys, **{strided: spread(getattr(keys, strided))})
+            state = attend(q, other, **options)
+        assert_right(state, q, keys, options)
 
 
 @pytest.mark.parametrize("page_size", [1, 8, 16, 64, 256])

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 
 def empty_model(
-    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str = "sdpa"
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str = "eager"
 ) -> PreTrainedModel:
     """A model on the meta device."""
     options: Any = {"dtype": dtype, "attn_implementation": attn_implementation}

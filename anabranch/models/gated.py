@@ -23,7 +23,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the separate projections would give."""
-        return self.down_proj(gated_linear(x, self.joined.weight))
+        return self.down_proj(gated_linear(x, self.joined.linear.weight))
 
 
 @torch.inference_mode()
@@ -46,7 +46,7 @@ def _gated(block: nn.Module) -> GatedMLP | None:
     joined = getattr(block, "joined_gate_proj", None)
     down = getattr(block, "down_proj", None)
     parts = [getattr(block, name, None) for name in ("gate_proj", "up_proj")]
-    if not isinstance(joined, JoinedLinears) or joined.bias is not None:
+    if not isinstance(joined, JoinedLinears) or joined.linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         return None
     if not isinstance(down, nn.Linear) or not all(isinstance(part, JoinedPart) for part in parts):
         return None
@@ -54,7 +54,7 @@ def _gated(block: nn.Module) -> GatedMLP | None:
 
 
 def _agree(block: nn.Module, gated: GatedMLP) -> bool:
-    weight = gated.joined.weight
+    weight = gated.joined.linear.weight
     x = torch.randn(1, 2, weight.shape[1], dtype=torch.float32).to(weight)
     try:
         expected, actual = cast("torch.Tensor", block(x)), gated(x)

@@ -12,8 +12,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from anabranch.linear import linear
-
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
@@ -22,12 +20,7 @@ class JoinedLinears(nn.Module):
 
     def __init__(self, linears: list[nn.Linear]) -> None:
         super().__init__()
-        weight = torch.cat([linear.weight.detach() for linear in linears])
-        self.weight = nn.Parameter(weight, requires_grad=False)
-        self.bias = None
-        if linears[0].bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
-            bias = torch.cat([linear.bias.detach() for linear in linears])
-            self.bias = nn.Parameter(bias, requires_grad=False)
+        self.linear = _concatenate(linears)
         self.sizes = [linear.out_features for linear in linears]
         self._input: torch.Tensor | None = None
         self._parts: list[torch.Tensor | None] = []
@@ -35,15 +28,23 @@ class JoinedLinears(nn.Module):
     def take(self, x: torch.Tensor, index: int) -> torch.Tensor:
         """One map of `x`; all of them are computed when the first is asked for."""
         if self._input is not x or self._parts[index] is None:
-            product = linear if self.weight.is_cuda else nn.functional.linear
-            joined = product(x, self.weight, self.bias)
-            self._input, self._parts = x, list(torch.split(joined, self.sizes, -1))
+            self._input, self._parts = x, list(torch.split(self.linear(x), self.sizes, -1))
         part = self._parts[index]
         assert part is not None
         self._parts[index] = None
         if all(other is None for other in self._parts):
             self._input = None
         return part
+
+
+def _concatenate(linears: list[nn.Linear]) -> nn.Linear:
+    weight = torch.cat([linear.weight.detach() for linear in linears])
+    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    joined.weight = nn.Parameter(weight, requires_grad=False)
+    if linears[0].bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
+        bias = torch.cat([linear.bias.detach() for linear in linears])
+        joined.bias = nn.Parameter(bias, requires_grad=False)
+    return joined
 
 
 class JoinedPart(nn.Module):
@@ -53,7 +54,7 @@ class JoinedPart(nn.Module):
         super().__init__()
         self._joined = [joined]  # in a list, so that its weights are counted once
         self._index = index
-        self.in_features = joined.weight.shape[1]
+        self.in_features = joined.linear.in_features
         self.out_features = joined.sizes[index]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

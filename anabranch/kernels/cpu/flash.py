@@ -105,6 +105,7 @@ def _call_kernel(
     causal: bool = False,
     mask: torch.Tensor | None = None,
 ) -> AttentionState:
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))  # it reads rows
     if mask is None:
         out, lse = _kernel(q, k, v, 0.0, causal, scale=scale)
     else:

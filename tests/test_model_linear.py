@@ -1,0 +1,35 @@
+"""Linear layers that read weights in another order give what plain ones give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tolerance import assert_close
+from torch import nn
+
+from anabranch.models.linear import CpuLinear, use_row_linear
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 6, 7])
+@pytest.mark.parametrize(("size", "outputs"), [(24, 40), (24, 24), (24, 10)])
+def test_values(bias: bool, num_rows: int, size: int, outputs: int) -> None:
+    layer = nn.Linear(size, outputs, bias=bias)
+    x = torch.randn(2, num_rows, size)[:1].transpose(1, 2).contiguous().transpose(1, 2)
+    by_torch = layer(x)
+    exact = layer.double()(x.double())
+    assert use_row_linear(nn.Sequential(layer.float())) == (outputs >= size)
+    y = layer(x)
+    assert y.shape == by_torch.shape
+    assert_close(y, exact, by_torch)
+
+
+def test_tied_weights_stay_tied() -> None:
+    embedding = nn.Embedding(50, 8)
+    head = nn.Linear(8, 50, bias=False)
+    head.weight = embedding.weight
+    use_row_linear(nn.Sequential(embedding, head))
+    assert isinstance(head, CpuLinear)
+    assert head.weight is embedding.weight
+    assert "transposed" not in head.state_dict()
