@@ -88,6 +88,7 @@ def test_percentiles_are_interpolated() -> None:
 def latency_row(**changes: Any) -> dict[str, Any]:
     row: dict[str, Any] = {
         "setting": "plain",
+        "case": "1 x 8 in, 4 out",
         "latencies": [0.5, 1.5],
         **summarise_latencies([0.5, 1.5]),
         "prefill_ms": 12.0,
@@ -111,6 +112,14 @@ def test_latency_lines() -> None:
     assert "Output token: 3.500 ms" in lines
     assert "Output token if a step emitted 3: 1.000 ms" in lines
     assert lines[-1] == "CPU, abc1234"
+
+
+def test_several_cases_run_by_one_engine() -> None:
+    options = LatencyOptions(cases="2x16x4,3x8x5")
+    sizes = [(each.batch, each.input_len, each.output_len) for each in options.each_case()]
+    assert sizes == [(2, 16, 4), (3, 8, 5)]
+    with pytest.raises(ValueError, match="--cases must be like"):
+        LatencyOptions(cases="2x16")
 
 
 def test_latency_compares_with_the_first_setting() -> None:

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 COMPARE = ("scorer", "graphs", "speculative", "compile")
 MAX_PREFILLS = 3
+WARM_SEED = 1 << 20  # other prompts than those measured, which would be found in the cache
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +38,9 @@ class LatencyOptions(BenchOptions):
     input_len: int = option(32, "Tokens of a prompt.")
     output_len: int = option(128, "Tokens of an answer.")
     batch: int = option(1, "Prompts at once.")
+    cases: str | None = option(
+        None, "Several of them by one engine: '8x1024x128,64x4096x64', batch x input x output."
+    )
     iterations: int = option(5, "Times to measure.")
     warmup: int = option(1, "Times to run before.")
     compare: str | None = option(
@@ -58,6 +62,20 @@ class LatencyOptions(BenchOptions):
             raise ValueError(f"--warmup must be at least 0, got {self.warmup}")
         if self.compare == "scorer" and self.speculative == "off":
             raise ValueError("--compare scorer needs --speculative ngram or draft")
+        self.each_case()
+
+    def each_case(self) -> list[LatencyOptions]:
+        """Options for each case, or these."""
+        if self.cases is None:
+            return [self]
+        sizes = [case.split("x") for case in self.cases.split(",")]
+        if not all(len(size) == 3 and all(part.isdecimal() for part in size) for size in sizes):
+            raise ValueError(f"--cases must be like 8x1024x128,64x4096x64, got {self.cases!r}")
+        names = ("batch", "input_len", "output_len")
+        return [
+            replace(self, cases=None, **dict(zip(names, map(int, size), strict=True)))
+            for size in sizes
+        ]
 
     def variants(self) -> list[LatencyOptions]:
         """The settings to run."""
@@ -77,17 +95,20 @@ def run_latency(options: LatencyOptions, progress: Progress) -> RunResults:
     check_choices(options)
     results = begin_results("latency", options.torch_device(), options)
     for variant in options.variants():
-        results.rows.append(_measure(variant, progress))
+        cases = variant.each_case()
+        longest = max(case.input_len + case.output_len for case in cases)
+        sizes = variant.sized(longest, max(case.batch for case in cases))
+        llm = variant.make(progress, **sizes)
+        results.rows.extend(_measure(llm, case, progress) for case in cases)
+        del llm
         release()
     return results
 
 
-def _measure(options: LatencyOptions, progress: Progress) -> Record:
-    sizes = options.sized(options.input_len + options.output_len, options.batch)
-    llm = options.make(progress, **sizes)
+def _measure(llm: LLM, options: LatencyOptions, progress: Progress) -> Record:
     for _ in range(options.warmup):
         progress("warming up", 0, 0)
-        _run(llm, options, options.output_len)
+        _run(llm, options, options.output_len, seed=WARM_SEED)
     stats = record_steps(llm)
     latencies, windows, first_tokens = list[float](), list[float](), list[float]()
     for i in range(options.iterations):
@@ -114,6 +135,7 @@ def _measure(options: LatencyOptions, progress: Progress) -> Record:
     decoding = [a - b for a, b in zip(latencies, first_tokens, strict=True)]
     return {
         "setting": options.setting(),
+        "case": f"{options.batch} x {options.input_len} in, {options.output_len} out",
         "latencies": latencies,
         **summarise_latencies(latencies),
         "prefill_ms": median(prefills),
@@ -158,9 +180,11 @@ def latency_text(results: RunResults) -> str:
     first = results.rows[0]
     blocks: list[str] = []
     for row in results.rows:
-        heading = [f"{row['setting']}:"] if len(results.rows) > 1 else []
+        heading = [f"{row['setting']}, {row['case']}:"] if len(results.rows) > 1 else []
         blocks.append("\n".join([*heading, *_row_lines(row, results.options)]))
     for row in results.rows[1:]:
+        if row["case"] != first["case"]:
+            continue
         ratio = first["avg_latency"] / row["avg_latency"]
         blocks.append(f"{row['setting']} is {ratio:.2f}x as fast as {first['setting']}")
     return "\n\n".join([*blocks, results.where])
