@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server. The engine runs in a process of its own."""

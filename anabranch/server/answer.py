@@ -1,0 +1,151 @@
+"""Runs a request and writes its answer, at once or as server-sent events.
+
+A client that goes away takes its request with it. Nothing is sent before the first token, so
+that whatever fails until then is answered with its own status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+
+from fastapi.responses import Response
+from pydantic import BaseModel
+from starlette.types import Receive, Scope, Send
+
+from anabranch.engine.async_llm import EngineDead
+from anabranch.server.deltas import RequestDelta
+from anabranch.server.errors import as_api_error
+from anabranch.server.protocol import Usage
+from anabranch.server.reply import Reply, count_usage
+from anabranch.server.service import Service
+
+LAST_WORDS_SECONDS = 5.0  # to tell a client why its stream ends
+_JSON = [(b"content-type", b"application/json")]
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),  # nginx would hold chunks back
+]
+
+
+class Answer(Response):
+    """The response of an endpoint; the work is done while it is sent."""
+
+    def __init__(self, service: Service, reply: Reply) -> None:
+        super().__init__()
+        self._service, self._reply = service, reply
+        self._arrival = time.monotonic()
+        self._prompts: list[list[int]] = []
+        self._started = False
+        self._num_output = 0
+        self._num_cached = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Work until the answer is sent or the client is gone."""
+        work = asyncio.ensure_future(self._work(send))
+        gone = asyncio.ensure_future(_disconnected(receive))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            gone.cancel()
+            work.cancel()
+            await asyncio.wait({work, gone})
+        if not work.cancelled():
+            work.result()
+
+    async def _work(self, send: Send) -> None:
+        reply = self._reply
+        limit = self._service.limits.max_request_seconds
+        write = self._stream if reply.streams else self._send_whole
+        try:
+            with self._service.admission.admit(reply.num_prompts * reply.params.n):
+                async with asyncio.timeout(limit):
+                    self._prompts = await asyncio.to_thread(reply.encode)
+                    async with aclosing(self._deltas()) as deltas:
+                        await write(deltas, send)
+        except Exception as error:
+            if not self._started:
+                raise
+            await self._end_stream(error, send)
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, RequestDelta]]:
+        """What is new, with the place of its prompt."""
+        ids = [secrets.token_hex(8) for _ in self._prompts]
+        place_of = {request_id: place for place, request_id in enumerate(ids)}
+        prompts = dict(zip(ids, self._prompts, strict=True))
+        metrics = self._service.metrics
+        watches = {name: metrics.watch(len(prompts[name]), self._arrival) for name in ids}
+        generated = self._service.engine.generate(prompts, self._reply.params)
+        try:
+            async with aclosing(generated) as deltas:
+                async for delta in deltas:
+                    if watches[delta.request_id].observe(delta):
+                        self._num_cached += delta.num_cached_tokens
+                    self._num_output += delta.num_tokens
+                    yield place_of[delta.request_id], delta
+        finally:
+            for watch in watches.values():
+                watch.end()
+
+    async def _send_whole(
+        self, deltas: AsyncGenerator[tuple[int, RequestDelta]], send: Send
+    ) -> None:
+        parts: dict[int, list[RequestDelta]] = {}
+        async for place, delta in deltas:
+            parts.setdefault(place, []).append(delta)
+        joined = [_joined(parts[place]) for place in range(len(self._prompts))]
+        body = _json(self._reply.whole(joined, self._usage()))
+        headers = [*_JSON, (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, deltas: AsyncGenerator[tuple[int, RequestDelta]], send: Send) -> None:
+        async for place, delta in deltas:
+            events = _events(self._reply.chunks(place, delta))
+            if not self._started:
+                self._started = True
+                await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
+            await send({"type": "http.response.body", "body": events, "more_body": True})
+        last = self._reply.last_chunk(self._usage())
+        events = _events([] if last is None else [last])
+        await send({"type": "http.response.body", "body": events + b"data: [DONE]\n\n"})
+
+    async def _end_stream(self, error: Exception, send: Send) -> None:
+        """A status was sent already, so the error becomes an event."""
+        known = as_api_error(error)
+        if known.status_code == 500 and not isinstance(error, EngineDead):
+            traceback.print_exception(error, file=sys.stderr)
+        event = f"data: {known.body}\n\n".encode()
+        with contextlib.suppress(TimeoutError):  # a client that reads nothing
+            async with asyncio.timeout(LAST_WORDS_SECONDS):
+                await send({"type": "http.response.body", "body": event})
+
+    def _usage(self) -> Usage:
+        return count_usage(self._prompts, self._num_output, self._num_cached)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _joined(deltas: Sequence[RequestDelta]) -> RequestDelta:
+    whole = deltas[0]
+    for delta in deltas[1:]:
+        whole = whole.join(delta)
+    return whole
+
+
+def _json(model: BaseModel) -> bytes:
+    return model.model_dump_json(exclude_unset=True).encode()
+
+
+def _events(chunks: Sequence[BaseModel]) -> bytes:
+    return b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)

@@ -1,0 +1,44 @@
+"""The application: endpoints, errors and the page, around one service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fastapi import FastAPI
+from fastapi.responses import FileResponse
+from starlette.staticfiles import StaticFiles
+
+from anabranch.server import chat, completions, errors, model_endpoints, status_endpoints
+from anabranch.server.gate import Gate
+from anabranch.server.service import Service
+
+PAGE = Path(__file__).parent / "page"
+
+
+def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
+    """An ASGI application that serves one model."""
+    app = FastAPI(
+        title="anabranch",
+        description="An OpenAI-compatible server with speculative decoding.",
+        docs_url=None,  # FastAPI's own pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.state.service = service
+    errors.install(app)
+    for module in (completions, chat, model_endpoints, status_endpoints):
+        app.include_router(module.router)
+    app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
+    _serve_pages(app)
+    return app
+
+
+def _serve_pages(app: FastAPI) -> None:
+    async def page() -> FileResponse:
+        return FileResponse(PAGE / "index.html")
+
+    async def docs() -> FileResponse:
+        return FileResponse(PAGE / "docs.html")
+
+    app.add_api_route("/", page, include_in_schema=False)
+    app.add_api_route("/docs", docs, include_in_schema=False)
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")

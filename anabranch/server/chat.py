@@ -1,0 +1,171 @@
+"""`/v1/chat/completions`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel
+
+from anabranch.engine.outputs import TokenLogprobs
+from anabranch.server.answer import Answer
+from anabranch.server.chat_models import (
+    AssistantMessage,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatLogprobs,
+    ChatRequest,
+    TokenLogprob,
+    TopLogprob,
+)
+from anabranch.server.deltas import ChoiceDelta, RequestDelta
+from anabranch.server.errors import REFUSALS, ApiError, blaming_the_request
+from anabranch.server.protocol import Usage
+from anabranch.server.reply import (
+    Head,
+    OriginWriter,
+    finish_reason,
+    prompt_logprobs,
+    refuse_stream_options,
+    written,
+)
+from anabranch.server.service import Service, service_of
+
+router = APIRouter()
+
+
+@router.post("/v1/chat/completions", response_model=ChatCompletion, responses=REFUSALS)
+async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
+    """Go on with a conversation."""
+    service = service_of(request)
+    service.check_model(body.model)
+    return Answer(service, ChatReply(service, body))
+
+
+class ChatReply:
+    """A conversation is one prompt, by the model's chat template."""
+
+    num_prompts = 1
+
+    def __init__(self, service: Service, body: ChatRequest) -> None:
+        refuse_stream_options(body)
+        _refuse(body)
+        self._service, self._body = service, body
+        self._head = Head("chatcmpl", service.model_name)
+        self._greeted: set[int] = set()
+        self._origins = OriginWriter(service.texts, body.skip_special_tokens is False)
+        self._prompt: list[int] = []
+        self._max_tokens = body.max_completion_tokens or body.max_tokens
+        self.streams = bool(body.stream)
+        with blaming_the_request():
+            self.params = body.sampling_params(
+                max_tokens=self._max_tokens, logprobs=body.num_top_logprobs
+            )
+
+    def encode(self) -> list[list[int]]:
+        """Tokens of the conversation."""
+        encoder, body = self._service.encoder, self._body
+        ids = encoder.chat(body.messages, generation_prompt=body.add_generation_prompt is not False)
+        self._prompt = encoder.fitted(
+            ids, truncate=body.truncate_prompt_tokens, max_tokens=self._max_tokens
+        )
+        return [self._prompt]
+
+    def chunks(self, place: int, delta: RequestDelta) -> list[BaseModel]:
+        """One for each answer that has something new; its first says who speaks."""
+        chunks: list[BaseModel] = []
+        for choice in delta.choices:
+            if choice.number not in self._greeted:
+                self._greeted.add(choice.number)
+                hello = AssistantMessage(role="assistant", content="")
+                chunks.append(self._chunk(hello, choice.number, logprobs=None, finish_reason=None))
+            said = AssistantMessage.model_validate({"content": choice.text})
+            chunks.append(self._chunk(said, choice.number, **self._details(choice)))
+        return chunks
+
+    def last_chunk(self, usage: Usage) -> BaseModel | None:
+        """The usage, if asked for."""
+        if not self._body.includes_usage:
+            return None
+        return ChatChunk(object="chat.completion.chunk", choices=[], usage=usage, **self._named())
+
+    def whole(self, deltas: Sequence[RequestDelta], usage: Usage) -> BaseModel:
+        """All answers."""
+        (delta,) = deltas
+        choices = [
+            ChatChoice(
+                index=choice.number,
+                message=AssistantMessage(role="assistant", content=choice.text),
+                **self._details(choice),
+            )
+            for choice in delta.choices
+        ]
+        extras: dict[str, Any] = {}
+        if delta.prompt_logprobs is not None:
+            extras["prompt_logprobs"] = prompt_logprobs(delta.prompt_logprobs, self._service.texts)
+        if self._body.return_token_ids:
+            extras["prompt_token_ids"] = self._prompt
+        return ChatCompletion(
+            object="chat.completion", choices=choices, usage=usage, **self._named(), **extras
+        )
+
+    def _named(self) -> dict[str, Any]:
+        head = self._head
+        return {"id": head.id, "created": head.created, "model": head.model}
+
+    def _chunk(self, said: AssistantMessage, index: int, **details: Any) -> ChatChunk:
+        usage: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+        choice = ChatChunkChoice(index=index, delta=said, **details)
+        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._named(), **usage)
+
+    def _details(self, choice: ChoiceDelta) -> dict[str, Any]:
+        body = self._body
+        details: dict[str, Any] = {
+            "logprobs": None,
+            "finish_reason": finish_reason(choice),
+            "stop_reason": choice.stop_reason,
+        }
+        if body.logprobs:
+            pairs = zip(choice.token_ids, choice.logprobs, strict=True)
+            content = [self._logprob(token, entry) for token, entry in pairs]
+            details["logprobs"] = ChatLogprobs(content=content)
+        if body.return_token_ids:
+            details["token_ids"] = choice.token_ids
+        if body.return_token_origins:
+            details["token_origins"] = self._origins.origins(0, choice)
+        return details
+
+    def _logprob(self, token: int, entry: TokenLogprobs) -> TokenLogprob:
+        wanted = self._body.top_logprobs or 0
+        ranked = sorted(entry.items(), key=lambda pair: pair[1].rank)
+        top = [
+            TopLogprob(**self._written(other, item.logprob))
+            for other, item in ranked[:wanted]
+            if item.rank <= wanted
+        ]
+        return TokenLogprob(**self._written(token, entry[token].logprob), top_logprobs=top)
+
+    def _written(self, token: int, logprob: float) -> dict[str, Any]:
+        as_bytes = self._service.texts.bytes_of(token)
+        return {
+            "token": as_bytes.decode(errors="replace"),
+            "logprob": written(logprob),
+            "bytes": list(as_bytes),
+        }
+
+
+def _refuse(body: ChatRequest) -> None:
+    if body.top_logprobs and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+    if None not in (body.max_tokens, body.max_completion_tokens) and (
+        body.max_tokens != body.max_completion_tokens
+    ):
+        raise ApiError(
+            400,
+            f"max_tokens {body.max_tokens} and max_completion_tokens "
+            f"{body.max_completion_tokens} differ; give one",
+            param="max_tokens",
+        )

@@ -1,0 +1,58 @@
+"""`anabranch serve`: an engine, a service and uvicorn around them."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+import uvicorn
+
+from anabranch.engine.config import EngineConfig
+from anabranch.server.app import make_app
+from anabranch.server.engine_process import EngineProcess, Progress
+from anabranch.server.limits import ServerLimits
+from anabranch.server.service import make_service
+
+DRAIN_SECONDS = 60
+
+
+def serve(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    model_name: str | None = None,
+    limits: ServerLimits | None = None,
+    drain_seconds: int = DRAIN_SECONDS,
+    log_level: str = "info",
+    progress: Progress | None = None,
+) -> None:
+    """Serve a model until SIGTERM or SIGINT; open requests are answered first.
+
+    `model_name` is what clients call the model, its own name by default. Requests that are open
+    `drain_seconds` after the signal are given up.
+    """
+    if api_key is not None and not api_key.strip():
+        raise ValueError("api_key must not be empty")
+    # uvicorn raises a signal again when it has drained; this lets the engine be closed, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    engine = EngineProcess(config, progress)
+    try:
+        service = make_service(
+            engine,
+            limits=limits or ServerLimits(),
+            model_name=model_name,
+            created=int(time.time()),
+        )
+        uvicorn.run(
+            make_app(service, api_key=api_key),
+            host=host,
+            port=port,
+            log_level=log_level,
+            access_log=False,
+            timeout_graceful_shutdown=drain_seconds,
+        )
+    finally:
+        engine.close()

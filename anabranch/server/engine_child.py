@@ -1,0 +1,133 @@
+"""The engine's process: requests in, deltas out, a step at a time.
+
+Run by `EngineProcess` with the number of a socket. It ends when the other side closes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from anabranch.engine.engine import Engine
+from anabranch.server.channel import Channel
+from anabranch.server.deltas import Teller
+from anabranch.server.messages import (
+    Abort,
+    Add,
+    Failed,
+    Loading,
+    Outputs,
+    Ready,
+    Refused,
+    Snapshot,
+)
+
+SNAPSHOT_SECONDS = 0.2  # while working
+IDLE_SECONDS = 1.0  # between signs of life when there is nothing to do
+
+
+class EngineLoop:
+    """Steps for as long as there is work, and says how it goes."""
+
+    def __init__(self, engine: Engine, channel: Channel, inbox: SimpleQueue[Any]) -> None:
+        self._engine, self._channel, self._inbox = engine, channel, inbox
+        self._tellers: dict[str, Teller] = {}
+        self._told = 0.0
+        self._was_busy = False
+
+    def run(self) -> None:
+        """Until the process ends."""
+        while True:
+            self._take_messages()
+            if self._engine.has_work:
+                self._step()
+            self._report()
+
+    def _take_messages(self) -> None:
+        try:
+            if not self._engine.has_work:
+                self._obey(self._inbox.get(timeout=IDLE_SECONDS))
+            while True:
+                self._obey(self._inbox.get_nowait())
+        except Empty:
+            pass
+
+    def _obey(self, message: Add | Abort) -> None:
+        if isinstance(message, Abort):
+            self._tellers.pop(message.request_id, None)
+            self._engine.abort(message.request_id)
+            return
+        try:
+            request = self._engine.add_request(*message)
+        except ValueError as error:
+            self._channel.send(Refused(message.request_id, str(error)))
+        else:
+            self._tellers[message.request_id] = Teller(request)
+
+    def _step(self) -> None:
+        deltas = [self._tellers[request.request_id].delta() for request in self._engine.step()]
+        for delta in deltas:
+            if delta.finished:
+                del self._tellers[delta.request_id]
+        if deltas:
+            self._channel.send(Outputs(deltas))
+
+    def _report(self) -> None:
+        """Now and then, and whenever the work ends."""
+        busy, now = self._engine.has_work, time.monotonic()
+        ended, self._was_busy = self._was_busy and not busy, busy
+        if not ended and now - self._told < (SNAPSHOT_SECONDS if busy else IDLE_SECONDS / 2):
+            return
+        self._told = now
+        self._channel.send(snapshot(self._engine))
+
+
+def snapshot(engine: Engine) -> Snapshot:
+    """Counts that change no more."""
+    stats = copy.deepcopy(engine.stats)
+    return Snapshot(stats, engine.num_running, engine.num_waiting, engine.pool.usage)
+
+
+def ready(engine: Engine) -> Ready:
+    """What the server has to know."""
+    limits = engine.limits
+    return Ready(
+        model_name=engine.model_name,
+        tokenizer=engine.tokenizer,
+        vocab_size=engine.vocab_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        num_pages=limits.num_pages,
+        max_drafts=limits.max_drafts,
+        device=str(engine.device),
+    )
+
+
+def main(fd: int) -> int:
+    """Serve the socket `fd`, whose first message is the configuration."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the server drains first, then closes the socket
+    connection: Connection[Any, Any] = Connection(fd)
+    config = connection.recv()
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    channel = Channel(connection, inbox.put, lambda: os._exit(0))
+    try:
+        engine = Engine(config, lambda what, done, of: channel.send(Loading(what, done, of)))
+        channel.send(snapshot(engine))
+        channel.send(ready(engine))
+        EngineLoop(engine, channel, inbox).run()
+    except Exception as error:
+        channel.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        channel.flush()
+    return 1
+
+
+if __name__ == "__main__":
+    os._exit(main(int(sys.argv[1])))

@@ -1,0 +1,124 @@
+"""Parts of the server by themselves: texts of tokens, joined deltas, limits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+for needed in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(needed)
+
+from server_models import talking_model, tiny_tokenizer  # noqa: E402
+from tokenizers import Tokenizer, decoders, models  # noqa: E402
+
+from anabranch.engine.llm import LLM  # noqa: E402
+from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
+from anabranch.server.deltas import RequestDelta, Teller  # noqa: E402
+from anabranch.server.errors import ApiError  # noqa: E402
+from anabranch.server.limits import Admission, ServerLimits  # noqa: E402
+from anabranch.server.token_texts import TokenStream, TokenTexts  # noqa: E402
+
+TEXT = "hello the € and \U0001f30a\n\tá"
+
+
+def piece_tokenizer() -> Any:
+    """Pieces with a mark for spaces, and bytes for what has no piece."""
+    pieces = ["<unk>", "</s>", "▁hello", "▁the", "a", *(f"<0x{byte:02X}>" for byte in range(256))]
+    bpe = models.BPE(
+        vocab={piece: i for i, piece in enumerate(pieces)}, merges=[], byte_fallback=True
+    )
+    tokenizer = Tokenizer(bpe)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+def test_bytes_of_tokens_are_the_text() -> None:
+    tokenizer = tiny_tokenizer()
+    texts = TokenTexts(tokenizer)
+    ids = tokenizer(TEXT)["input_ids"]
+    assert b"".join(texts.bytes_of(token) for token in ids).decode() == TEXT
+    stream = TokenStream(texts)
+    pieces = [stream.push(token) for token in ids]
+    assert "".join(pieces) == TEXT
+    assert "€" in pieces  # whole, with the last of its three tokens
+    assert texts.text_of(tokenizer.eos_token_id) == "<end>"
+    assert texts.is_special(tokenizer.eos_token_id)
+
+
+def test_pieces_with_marks_and_bytes() -> None:
+    texts = TokenTexts(piece_tokenizer())
+    ids = [2, 3, 4, 5 + 0xE2, 5 + 0x82, 5 + 0xAC]
+    assert b"".join(texts.bytes_of(token) for token in ids).decode() == " hello thea€"
+    assert texts.bytes_of(10_000) == b""  # a row of the logits without a token
+
+
+def test_a_model_without_a_tokenizer_has_no_text() -> None:
+    texts = TokenTexts(None)
+    assert (texts.bytes_of(3), texts.text_of(3), texts.decode([1, 2])) == (b"", "", "")
+
+
+@pytest.mark.parametrize("at_once", [1, 3, 1000])
+def test_deltas_joined_are_the_output(at_once: int) -> None:
+    """However many steps pass between two tellings."""
+    llm = LLM(talking_model(), device="cpu", max_num_seqs=4, seed=0)
+    params = SamplingParams(
+        n=3, max_tokens=20, logprobs=2, prompt_logprobs=1, stop=["e"], temperature=1.5, seed=1
+    )
+    request = llm.engine.add_request("a", "hello the ", params)
+    teller = Teller(request)
+    told: list[RequestDelta] = []
+    for number, _ in enumerate(iter(lambda: llm.engine.has_work and llm.engine.step(), False), 1):
+        if number % at_once == 0 or request.finished:
+            told.append(teller.delta())
+    whole = told[0]
+    for delta in told[1:]:
+        assert delta.prompt_logprobs is None
+        whole = whole.join(delta)
+    output = request.output()
+    assert whole.finished
+    assert whole.prompt_logprobs == output.prompt_logprobs
+    for choice, expected in zip(whole.choices, output.outputs, strict=True):
+        assert choice == (
+            expected.index,
+            expected.text,
+            expected.token_ids,
+            expected.origins,
+            expected.steps,
+            expected.logprobs,
+            expected.finish_reason,
+            expected.stop_reason,
+        )
+
+
+def test_admission_counts_down_whatever_happens() -> None:
+    admission = Admission(3)
+    with admission.admit(2):
+        with pytest.raises(ApiError) as full, admission.admit(2):
+            pass
+        assert full.value.status_code == 429
+        with pytest.raises(KeyError), admission.admit(1):
+            assert admission.num_open == 3
+            raise KeyError
+    assert admission.num_open == 0
+    with pytest.raises(ApiError) as too_many, admission.admit(4):
+        pass
+    assert too_many.value.status_code == 400
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"max_queue": -1},
+        {"max_body_bytes": 0},
+        {"max_request_seconds": 0.0},
+        {"max_request_seconds": float("inf")},
+        {"max_prompt_tokens": 0},
+    ],
+)
+def test_limits_that_limit_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        ServerLimits(**wrong)
