@@ -6,7 +6,7 @@ import typer
 
 from anabranch.bench.engine.benches import BENCHES, run_bench
 from anabranch.bench.engine.engine_options import BenchOptions
-from anabranch.cli import attention_benches
+from anabranch.cli import attention_benches, bench_serve, evaluate
 from anabranch.cli.from_options import command_of
 from anabranch.cli.generate import HELP, GenerateOptions, generate
 
@@ -27,12 +27,13 @@ bench = typer.Typer(
     help="Time this library beside its peers on this machine. "
     "merge, decode, verify and prefill time attention alone: every implementation is checked "
     "against float64 first; a wrong one is reported and never timed. "
-    "latency, throughput, sweep, scorers and cpu time the engine.",
+    "latency, throughput, sweep, scorers and cpu time the engine; serve times a server.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
 app.add_typer(bench, name="bench")
 app.command("generate", help=as_markdown(HELP))(command_of(GenerateOptions, generate))
+app.command("eval", help=as_markdown(evaluate.HELP))(evaluate.evaluate)
 for command in attention_benches.COMMANDS:
     bench.command()(command)
 
@@ -48,3 +49,4 @@ def _add_engine_bench(name: str) -> None:
 
 for name in BENCHES:
     _add_engine_bench(name)
+bench.command("serve", help=as_markdown(bench_serve.HELP))(bench_serve.command)

@@ -1,0 +1,1 @@
+"""Accuracy on multiple-choice questions, in process or over an OpenAI endpoint."""

@@ -1,0 +1,1 @@
+"""A load generator for OpenAI endpoints: ours, vLLM's, llama.cpp's."""
