@@ -15,6 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from anabranch.bench.cases import BENCHES
+from anabranch.bench.engine.report import engine_section
 from anabranch.bench.figures import figures_of
 from anabranch.bench.results import Results, Row
 from anabranch.bench.table import make_table
@@ -34,10 +35,13 @@ def newest_results(root: Path) -> dict[str, Results]:
 def render(text: str, newest: dict[str, Results]) -> str:
     """The README with every marked section replaced; a benchmark without markers is not shown."""
     for bench, results in newest.items():
-        pattern = re.compile(rf"(<!-- bench:{bench} -->\n).*?(<!-- /bench:{bench} -->)", re.DOTALL)
-        section = _section(results)
-        text = pattern.sub(lambda match, new=section: f"{match[1]}{new}\n{match[2]}", text)
+        text = _replace(text, bench, _section(results))
     return text
+
+
+def _replace(text: str, name: str, section: str) -> str:
+    pattern = re.compile(rf"(<!-- bench:{name} -->\n).*?(<!-- /bench:{name} -->)", re.DOTALL)
+    return pattern.sub(lambda match: f"{match[1]}{section}\n{match[2]}", text)
 
 
 def _section(results: Results) -> str:
@@ -92,6 +96,9 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT) -> int:
         return 0
     old = readme.read_text()
     new = render(old, newest)
+    engine = engine_section(root)
+    if engine is not None:
+        new = _replace(new, "engine", engine)
     if given.check:
         missing = [plot for plot in _plots_in(new) if not (root / plot).exists()]
         stale = old != new or bool(missing)

@@ -9,6 +9,8 @@ from anabranch.bench.engine.engine_options import BenchOptions
 from anabranch.cli import attention_benches, bench_serve, evaluate
 from anabranch.cli.from_options import command_of
 from anabranch.cli.generate import HELP, GenerateOptions, generate
+from anabranch.cli.serve import HELP as SERVE_HELP
+from anabranch.cli.serve import ServeCommandOptions, serve
 
 
 def as_markdown(text: str) -> str:
@@ -33,6 +35,7 @@ bench = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 app.command("generate", help=as_markdown(HELP))(command_of(GenerateOptions, generate))
+app.command("serve", help=as_markdown(SERVE_HELP))(command_of(ServeCommandOptions, serve))
 app.command("eval", help=as_markdown(evaluate.HELP))(evaluate.evaluate)
 for command in attention_benches.COMMANDS:
     bench.command()(command)

