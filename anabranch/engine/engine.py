@@ -8,6 +8,7 @@ finished before the next is scheduled.
 from __future__ import annotations
 
 import secrets
+import time
 from typing import Any
 
 from anabranch.cache.page_pool import PagePool
@@ -188,7 +189,10 @@ class Engine:
         if self._proposer is None or not num_drafts:
             return
         ready = [seq for seq in self.scheduler.running if seq.speculates and seq.decoding]
+        start = time.perf_counter()
         self._proposer.prepare(ready, num_drafts)
+        if not self._proposer.on_device:
+            self.stats.add_times({"proposal": 1e3 * (time.perf_counter() - start)})
         for seq in ready:  # the token behind the last draft is one more
             seq.num_drafts = min(seq.num_drafts, seq.max_tokens - seq.num_output - 1)
 

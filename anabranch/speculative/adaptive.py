@@ -7,13 +7,16 @@ far as they are accepted. Both are measured while running, and now and then trie
 from __future__ import annotations
 
 import logging
+from collections import deque
 from dataclasses import dataclass, field
+from statistics import median_low
 
 MEMORY = 0.9  # weight of the past in a running mean
 RETRY_STEPS = 50  # until another number of drafts is tried
 MARGIN = 1.03  # gain that is worth a change
 PRIOR = 0.6  # acceptance assumed before the first draft
 FRESH = 2  # measurements before a time is trusted: the first may have compiled something
+RECENT = 7  # measurements of which the median counts
 
 log = logging.getLogger("anabranch")
 
@@ -33,6 +36,24 @@ class Mean:
 
 
 @dataclass(slots=True)
+class Times:
+    """The median of the last few times, the lower of two: a step that was held up counts little."""
+
+    count: int = 0
+    _last: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+    def add(self, ms: float) -> None:
+        """One more time."""
+        self.count += 1
+        self._last.append(ms)
+
+    @property
+    def value(self) -> float:
+        """Of a step, in milliseconds."""
+        return median_low(self._last)
+
+
+@dataclass(slots=True)
 class AdaptiveDrafts:
     """Chooses among a few numbers of drafts, for each size of batch apart."""
 
@@ -40,7 +61,7 @@ class AdaptiveDrafts:
     enabled: bool = True
     reason: str = "drafts are being tried"
     _accepted: list[Mean] = field(default_factory=list[Mean])  # given that all before were
-    _ms: dict[tuple[int, int], Mean] = field(default_factory=dict[tuple[int, int], Mean])
+    _ms: dict[tuple[int, int], Times] = field(default_factory=dict[tuple[int, int], Times])
     _since_try: int = 0
     _last: int = -1
 
@@ -58,9 +79,9 @@ class AdaptiveDrafts:
         if not self.enabled:
             return self.max_drafts
         bucket = batch.bit_length()
-        untried = [n for n in reversed(self.choices) if self._time(bucket, n) is None]
-        if untried:
-            return untried[0]
+        for number in (self.max_drafts, 0):  # times between them are estimated until tried
+            if self._measured(bucket, number) is None:
+                return number
         best = max(self.choices, key=lambda n: self.gain(bucket, n))
         if self._last in self.choices and best != self._last:
             worth = self.gain(bucket, best) > MARGIN * self.gain(bucket, self._last)
@@ -69,7 +90,7 @@ class AdaptiveDrafts:
         if self._since_try >= RETRY_STEPS:
             self._since_try = 0
             others = [n for n in self.choices if n != best]
-            return min(others, key=lambda n: self._ms[bucket, n].count)
+            return min(others, key=lambda n: self._ms.get((bucket, n), Times()).count)
         if best != self._last:
             self._say(bucket, best)
         self._last = best
@@ -77,7 +98,7 @@ class AdaptiveDrafts:
 
     def observe(self, batch: int, num_drafts: int, ms: float) -> None:
         """A step with up to `num_drafts` drafts a sequence took this long."""
-        self._ms.setdefault((batch.bit_length(), num_drafts), Mean()).add(ms)
+        self._ms.setdefault((batch.bit_length(), num_drafts), Times()).add(ms)
 
     def count(self, drafted: int, accepted: int) -> None:
         """A sequence had drafts verified."""
@@ -97,12 +118,20 @@ class AdaptiveDrafts:
         ms = self._time(bucket, num_drafts)
         return 0.0 if ms is None else 1e3 * self.expected_tokens(num_drafts) / max(ms, 1e-6)
 
+    def _measured(self, bucket: int, num_drafts: int) -> float | None:
+        times = self._ms.get((bucket, num_drafts))
+        return None if times is None or times.count < FRESH else times.value
+
     def _time(self, bucket: int, num_drafts: int) -> float | None:
-        mean = self._ms.get((bucket, num_drafts))
-        return None if mean is None or mean.count < FRESH else mean.value
+        """Measured, or on the line from no drafts to all."""
+        measured = self._measured(bucket, num_drafts)
+        plain, most = self._measured(bucket, 0), self._measured(bucket, self.max_drafts)
+        if measured is not None or plain is None or most is None:
+            return measured
+        return plain + (most - plain) * num_drafts / self.max_drafts
 
     def _say(self, bucket: int, best: int) -> None:
-        plain, most = self._time(bucket, 0), self._time(bucket, self.max_drafts)
+        plain, most = self._measured(bucket, 0), self._measured(bucket, self.max_drafts)
         assert plain is not None and most is not None
         what = f"{best} drafts a step" if best else "speculation off"
         self.reason = (
