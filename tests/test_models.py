@@ -16,6 +16,8 @@ import torch
 transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
+from tokenizers.pre_tokenizers import ByteLevel  # noqa: E402
+
 from anabranch.models import check_fits, load_model, memory, smollm2_directory  # noqa: E402
 from anabranch.models.dummy import CONFIGS, dummy_config, dummy_model  # noqa: E402
 from anabranch.models.empty import num_weight_bytes  # noqa: E402
@@ -70,7 +72,7 @@ def logits_of(model: Any) -> torch.Tensor:
 
 def byte_level_vocabulary(size: int) -> tuple[list[str], list[str]]:
     """Two control tokens, all bytes, the merges of some words; then filling."""
-    letters = sorted(transformers.convert_slow_tokenizer.bytes_to_unicode().values())
+    letters = sorted(ByteLevel.alphabet())
     merges = ["h e", "l l", "he ll", "hell o", "1 2", "12 3", "123 4", "Ġ 1", "Ġ hello"]
     tokens = ["<end>", "<start>", *letters, *(merge.replace(" ", "") for merge in merges)]
     return tokens + [f"<unused{i}>" for i in range(size - len(tokens))], merges
