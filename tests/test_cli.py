@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -138,6 +139,29 @@ def test_errors_are_clear(model: str, arguments: tuple[str, ...], named: str) ->
     done = generate(model, *arguments)
     assert done.exit_code == 2 and named in done.stderr
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--port", "99999"), "port must be from 0 to 65535, got 99999"),
+        (("--log-level", "loud"), "--log-level must be one of"),
+        (("--api-key", ""), "api_key must not be empty"),
+        (("--model-that-is-none",), "--model-that-is-none"),
+    ],
+)
+def test_serve_refuses_before_it_loads(arguments: tuple[str, ...], said: str) -> None:
+    pytest.importorskip("uvicorn")
+    done = invoke("serve", "dummy:nothing", *arguments)
+    assert done.exit_code == 2 and said in done.stderr and "Traceback" not in done.output
+
+
+def test_serve_says_that_its_port_is_taken() -> None:
+    pytest.importorskip("uvicorn")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = invoke("serve", "dummy:nothing", "--port", str(port))
+    assert done.exit_code == 2 and f"error: cannot listen on 127.0.0.1:{port}" in done.stderr
 
 
 def test_an_error_is_one_line(model: str) -> None:

@@ -441,6 +441,33 @@ def test_streaming_grows_and_ends(llm: LLM) -> None:
     assert_idle(llm)
 
 
+def test_streams_may_take_turns(llm: LLM, expected: list[list[int]]) -> None:
+    """Whoever's step emits them, each loop sees its own tokens, the last ones too."""
+    short, long = llm.stream(PROMPTS[3], replace(GREEDY, max_tokens=9)), llm.stream(PROMPT, GREEDY)
+    next(short)
+    next(long)
+    assert [*short][-1].outputs[0].token_ids == expected[3][:9]
+    assert llm.engine.has_work, "the longer one goes on by itself"
+    assert outputs(llm, [PROMPTS[3]]) == [expected[3]]
+    assert [*long][-1].outputs[0].token_ids == expected[5]
+    assert_idle(llm)
+
+
+def test_an_interrupted_call_leaves_nothing_behind(plain: LLM) -> None:
+    def interrupt(num_tokens: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        plain.generate(PROMPTS, GREEDY, advance=interrupt)
+    assert_idle(plain)
+
+
+def test_a_token_outside_the_vocabulary_ends_nothing(expected: list[list[int]]) -> None:
+    llm = LLM(source(eos_token_id=VOCAB), device="cpu")
+    params = replace(GREEDY, ignore_eos=False, min_tokens=2)
+    assert outputs(llm, [PROMPT], params) == [expected[5]]
+
+
 @pytest.mark.parametrize(
     ("prompt", "options", "message"),
     [
@@ -498,7 +525,13 @@ def test_refusals_of_a_call(plain: LLM) -> None:
         ({"kv_cache_gib": 1e-7}, "GiB"),
         ({"kv_cache_gib": pages(3), "max_model_len": 64}, "max_model_len 64 needs"),
         ({"kv_cache_gib": -1}, "kv_cache_gib"),
-        ({"max_model_len": 257}, "257 exceeds the model's 256"),
+        ({"max_model_len": 257}, "257 exceeds .*'s 256"),
+        (
+            {"speculative": DRAFT | {"model": source(max_position_embeddings=64)}}
+            | {"max_model_len": 65},
+            "65 exceeds .*'s 64",
+        ),
+        ({"seed": 2**63}, f"seed .* {2**63}"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"max_num_batched_tokens": 4, "max_num_seqs": 5}, "max_num_batched_tokens 4"),
         ({"dtype": "int4"}, "int4"),

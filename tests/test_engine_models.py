@@ -121,6 +121,32 @@ def test_the_whole_context_is_used_with_learned_positions(tmp_path: Path) -> Non
         assert ids[len(prompt) :] == best[len(prompt) - 1 : -1]
 
 
+def test_a_draft_model_with_fewer_positions_shortens_the_context(tmp_path: Path) -> None:
+    save("gpt2", tmp_path / "target")
+    config = config_of("gpt2")
+    config.n_positions = 64
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "draft")
+    speculative = {"method": "draft", "model": str(tmp_path / "draft"), "adaptive": False}
+    llm = LLM(str(tmp_path / "target"), device="cpu", speculative=speculative)
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    (found,) = llm.generate([[5, 6, 7]], params)
+    assert len(found.outputs[0].token_ids) == 64 - 3
+
+
+def test_layers_that_keep_other_states_are_refused(tmp_path: Path) -> None:
+    shape = {k: v for k, v in SHAPE.items() if k not in ("architectures", "model_type")}
+    config = transformers.Lfm2Config(**shape, layer_types=["conv", "full_attention"])
+    transformers.Lfm2ForCausalLM(config).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="Lfm2ForCausalLM has layers of kind"):
+        LLM(str(tmp_path), device="cpu")
+    both = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_ssm": 128, "mamba_n_groups": 1}
+    transformers.FalconH1ForCausalLM(
+        transformers.FalconH1Config(**shape, **both, mamba_d_state=8)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="FalconH1ForCausalLM has layers of kind"):
+        LLM(str(tmp_path), device="cpu")
+
+
 def test_windows_that_only_a_mask_would_tell_are_refused(tmp_path: Path) -> None:
     experts = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
     shape = {k: v for k, v in SHAPE.items() if k not in ("architectures", "model_type")}

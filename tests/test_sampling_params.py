@@ -12,13 +12,13 @@ from anabranch.engine.sampling_params import SamplingParams
 
 REFUSED: dict[str, list[Any]] = {
     "n": [0, -1, 1.0, True, "1", None],
-    "temperature": [-0.1, math.nan, math.inf, "1", None, False],
+    "temperature": [-0.1, 1e300, math.nan, math.inf, "1", None, False],
     "top_p": [0, -0.1, 1.1, math.nan, None],
     "top_k": [-2, 1.5, True, None],
     "min_p": [-0.1, 1.1, math.nan],
     "presence_penalty": [-2.1, 2.1, math.nan],
     "frequency_penalty": [-2.1, 2.1, "0"],
-    "repetition_penalty": [0, -1.0, math.inf, math.nan],
+    "repetition_penalty": [0, -1.0, 1e-40, 1e300, math.inf, math.nan],
     "seed": [1.0, True, 2**63, -(2**63) - 1, "7"],
     "stop": ["", [""], [1], 3, {"a": 1}, b"x"],
     "stop_token_ids": [[-1], [1.0], [True], 3, "12"],

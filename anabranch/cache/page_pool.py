@@ -44,10 +44,6 @@ class PagePool:
         """The page that holds this content, still unshared."""
         return self._page_of.get(digest)
 
-    def is_free(self, page: int) -> bool:
-        """Whether nobody uses a page."""
-        return not self._users[page]
-
     def share(self, page: int) -> None:
         """One more user of a page."""
         if not self._users[page]:
@@ -68,8 +64,3 @@ class PagePool:
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
-
-    def forget_all(self) -> None:
-        """Drop all findable content, for example after weights changed."""
-        self._page_of.clear()
-        self._digest_of.clear()

@@ -20,7 +20,8 @@ def as_markdown(text: str) -> str:
 
 
 app = typer.Typer(
-    help="Attention as partial states and one exact merge, and an engine on top of it.",
+    help="Attention as partial states and one exact merge, and an engine on top of it. "
+    'Begin with `anabranch generate "Why do rivers meander?"`.',
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",

@@ -31,7 +31,7 @@ ones yellow. Speeds, acceptance and stage times follow on standard error.
     anabranch generate "Why do rivers meander?"
     anabranch generate --file examples/river.txt --prefix "Please summarise the following text."
     anabranch generate --raw "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
-    anabranch generate "Count to ten." --json | jq .outputs[0].text
+    anabranch generate "Count to ten." --json | jq '.outputs[0].text'
     echo "What is a delta?" | anabranch generate
 """
 

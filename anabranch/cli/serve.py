@@ -12,6 +12,7 @@ from anabranch.bench.engine.engine_options import SPECULATIVE, EngineOptions
 from anabranch.bench.engine.fields import option
 
 KEY_VARIABLE = "ANABRANCH_API_KEY"
+LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 HELP = """Serve a model with OpenAI's API on this machine, with metrics for Prometheus and a page
 to chat on. SIGTERM or Ctrl-C answers what is open, then ends.
 
@@ -44,7 +45,7 @@ class ServeCommandOptions(EngineOptions):
     max_request_seconds: float = option(600.0, "Time for one request.")
     max_prompt_tokens: int | None = option(None, "Tokens of a prompt; the context unless given.")
     drain_seconds: int = option(60, "Time for open requests at the end.")
-    log_level: str = option("info", "Of the server.")
+    log_level: str = option("info", "What the server says of itself.", choices=LOG_LEVELS)
 
 
 def serve(options: ServeCommandOptions) -> None:
@@ -54,6 +55,7 @@ def serve(options: ServeCommandOptions) -> None:
     from anabranch.server.limits import ServerLimits
 
     quiet_transformers()
+    key = options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE)
     settings: dict[str, Any] = options.engine_config()
     drafts = settings.pop("speculative")
     speculative = SpeculativeConfig(**drafts) if drafts else None
@@ -66,7 +68,7 @@ def serve(options: ServeCommandOptions) -> None:
         ),
         host=options.host,
         port=options.port,
-        api_key=options.api_key or os.environ.get(KEY_VARIABLE),
+        api_key=key,
         model_name=options.served_name,
         limits=ServerLimits(
             max_queue=options.max_queue,

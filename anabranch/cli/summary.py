@@ -106,7 +106,7 @@ def _output(summary: dict[str, Any]) -> str:
 def _speculation_lines(found: dict[str, Any]) -> list[tuple[str, str]]:
     lines = [("drafts", "none were made")] if not found["drafts"] else _acceptance_lines(found)
     if "proposal_ms_a_token" in found:
-        lines.append(("proposal", f"{found['proposal_ms_a_token']:.3f} ms a draft token"))
+        lines.append(("cost of drafts", f"{found['proposal_ms_a_token']:.3f} ms a draft token"))
     if "adaptive" in found:
         lines.append(("adaptive", found["adaptive"]))
     return lines

@@ -21,6 +21,7 @@ from anabranch.engine.step import Step
 from anabranch.keys import DenseKV
 
 NAME = "anabranch_engine"
+KINDS = ("full_attention", "sliding_attention")  # of layers that keep keys and values only
 _numbers = count()
 _steps: dict[int, Step] = {}
 Layers = dict[nn.Module, LayerShape]
@@ -87,8 +88,21 @@ def _check_window(module: nn.Module, window: int | None) -> None:
         )
 
 
+def _check_kept(model: nn.Module) -> None:
+    """Refuse models with layers that keep something else than keys and values."""
+    config = cast("Any", model).config.get_text_config()
+    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
+    other = next((kind for kind in kinds if kind not in KINDS), None)
+    if other is not None or getattr(model, "_is_stateful", False):
+        raise ValueError(
+            f"{type(model).__name__} has layers of kind {other or 'recurrent'!r}; "
+            f"pages hold keys and values, those of {' and '.join(KINDS)}"
+        )
+
+
 def find_layers(model: nn.Module, num_tokens: int, vocab_size: int) -> Layers:
     """Run the model once over some tokens; its attention layers, in order, and what they keep."""
+    _check_kept(model)
     device = next(model.parameters()).device
     ids = torch.arange(num_tokens, device=device)[None] % vocab_size
     layers: Layers = {}

@@ -39,11 +39,6 @@ class Limits:
     num_pages: int
     max_drafts: int
 
-    @property
-    def max_pages(self) -> int:
-        """Of one sequence."""
-        return -(-self.max_model_len // self.page_size)
-
 
 @dataclass(frozen=True, slots=True)
 class Built:
@@ -172,7 +167,7 @@ def _size(
             f"max_num_batched_tokens {max_num_tokens} must be at least "
             f"max_num_seqs {max_num_seqs}: every sequence runs a token a step"
         )
-    context = _context(config, target)
+    context = _context(config, [target] + ([draft] if draft else []))
     max_drafts = config.speculative.num_drafts if config.speculative else 0
     say("profiling memory", 0, 0)
     vocab = vocab_size(target)
@@ -197,13 +192,17 @@ def _size(
     return limits, layers, draft_layers
 
 
-def _context(config: EngineConfig, target: LoadedModel) -> int:
-    limit: int = getattr(text_config(target), "max_position_embeddings", None) or FALLBACK_CONTEXT
+def _context(config: EngineConfig, models: list[LoadedModel]) -> int:
+    limit, name = min((_positions(model), model.name) for model in models)
     if config.max_model_len is None:
         return limit
     if config.max_model_len > limit:
-        raise ValueError(f"max_model_len {config.max_model_len} exceeds the model's {limit}")
+        raise ValueError(f"max_model_len {config.max_model_len} exceeds {name}'s {limit}")
     return config.max_model_len
+
+
+def _positions(loaded: LoadedModel) -> int:
+    return getattr(text_config(loaded), "max_position_embeddings", None) or FALLBACK_CONTEXT
 
 
 @torch.inference_mode()

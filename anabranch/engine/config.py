@@ -73,6 +73,8 @@ class EngineConfig:
             )
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise ValueError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib}")
+        if self.seed is not None and not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed must have 64 bits, got {self.seed}")
 
     def resolve_device(self) -> torch.device:
         """The device asked for, or the best there is."""

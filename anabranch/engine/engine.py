@@ -288,14 +288,15 @@ class Engine:
 
 
 def _eos_ids(built: Built) -> set[int]:
-    """Tokens that end a text, by the generation config and the tokenizer."""
+    """Tokens of the vocabulary that end a text, by the generation config and the tokenizer."""
     generation: Any = getattr(built.target.model, "generation_config", None)
     given: Any = getattr(generation, "eos_token_id", None)
     if given is None:
         given = text_config(built.target).eos_token_id
     ids: set[int] = {given} if isinstance(given, int) else set(given or ())
     of_tokenizer: Any = getattr(built.target.tokenizer, "eos_token_id", None)
-    return ids if of_tokenizer is None else ids | {of_tokenizer}
+    ids |= set() if of_tokenizer is None else {of_tokenizer}
+    return {token for token in ids if 0 <= token < vocab_size(built.target)}
 
 
 def _make_proposer(config: EngineConfig, built: Built, sampler: Sampler) -> Proposer | None:

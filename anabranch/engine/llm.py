@@ -10,6 +10,7 @@ from anabranch.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.engine.engine import Engine
 from anabranch.engine.outputs import RequestOutput
 from anabranch.engine.prompts import Prompt
+from anabranch.engine.request import Request
 from anabranch.engine.runner import Progress
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.stats import EngineStats
@@ -55,29 +56,32 @@ class LLM:
         If one prompt is refused, none is run.
         """
         given = _listed(prompts)
-        ids = self._add(given, _matched(params, len(given)))
-        done: dict[str, RequestOutput] = {}
+        requests = self._add(given, _matched(params, len(given)))
         start = self.stats.num_output_tokens
-        while self.engine.has_work:
-            for request in self.engine.step():
-                if request.finished:
-                    done[request.request_id] = request.output()
-            if advance:
-                advance(self.stats.num_output_tokens - start)
-        return [done[request_id] for request_id in ids]
+        try:
+            while self.engine.has_work:
+                self.engine.step()
+                if advance:
+                    advance(self.stats.num_output_tokens - start)
+        finally:
+            self._end(requests)
+        return [request.output() for request in requests]
 
     def stream(
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Answer one prompt; an output whenever there is something new."""
-        (request_id,) = self._add([prompt], [params or SamplingParams()])
+        (request,) = self._add([prompt], [params or SamplingParams()])
+        told = 0
         try:
-            while self.engine.has_work:
-                for request in self.engine.step():
-                    if request.request_id == request_id:
-                        yield request.output()
+            while told < request.num_output or not request.finished:
+                if told < request.num_output:  # by this loop's step or another's
+                    told = request.num_output
+                    yield request.output()
+                else:
+                    self.engine.step()
         finally:
-            self.engine.abort(request_id)
+            self._end([request])
 
     def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
         """Tokens of a conversation by the model's chat template."""
@@ -88,18 +92,22 @@ class LLM:
         )
         return cast("list[int]", ids)
 
-    def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[str]:
-        ids: list[str] = []
+    def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
+        requests: list[Request] = []
         try:
             for prompt, options in zip(prompts, params, strict=True):
                 request_id = f"{next(self._numbers)}"
-                self.engine.add_request(request_id, prompt, options)
-                ids.append(request_id)
+                requests.append(self.engine.add_request(request_id, prompt, options))
         except Exception:
-            for request_id in ids:
-                self.engine.abort(request_id)
+            self._end(requests)
             raise
-        return ids
+        return requests
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.request_id)
+        if not (self.engine.num_running or self.engine.num_waiting):
+            self.engine.step()  # takes in what is in flight
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -23,7 +23,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
+    finish_reason: str | None = None  # "stop", "length" or "abort"
     stop_reason: int | str | None = None  # the token or string that stopped it; None for eos
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None

@@ -35,6 +35,11 @@ class Request:
         """Whether all continuations are."""
         return all(seq.finished for seq in self.seqs)
 
+    @property
+    def num_output(self) -> int:
+        """Tokens of all continuations."""
+        return sum(seq.num_output for seq in self.seqs)
+
     def output(self) -> RequestOutput:
         """A snapshot."""
         first = self.seqs[0]

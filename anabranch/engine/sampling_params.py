@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
 GREEDY_TEMPERATURE = 1e-5
+LARGEST_FACTOR = 1e6  # of scores: the product is finite in float32, and none vanishes
 _BEAM_SEARCH = ("best_of", "use_beam_search", "length_penalty", "early_stopping")
 
 
@@ -58,14 +59,13 @@ class SamplingParams:
             _flag("speculate", self.speculate)
 
     def _check_numbers(self) -> None:
-        _real("temperature", self.temperature, 0.0)
+        _real("temperature", self.temperature, 0.0, LARGEST_FACTOR)
         if _real("top_p", self.top_p, 0.0, 1.0) == 0:
             raise ValueError(f"top_p must be above 0, got {self.top_p!r}")
         _real("min_p", self.min_p, 0.0, 1.0)
         _real("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _real("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        if _real("repetition_penalty", self.repetition_penalty, 0.0) == 0:
-            raise ValueError(f"repetition_penalty must be above 0, got {self.repetition_penalty!r}")
+        _real("repetition_penalty", self.repetition_penalty, 1 / LARGEST_FACTOR, LARGEST_FACTOR)
         if self.seed is not None:
             _whole("seed", self.seed, -(2**63), 2**63 - 1)
 

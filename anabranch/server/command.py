@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import socket
 import sys
 import time
 from contextlib import AbstractContextManager, nullcontext
@@ -37,6 +38,7 @@ def serve(
     """
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key must not be empty")
+    check_address(host, port)
     # uvicorn raises a signal again when it has drained; this lets the engine be closed, too
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with progress or nullcontext() as advance:
@@ -58,3 +60,14 @@ def serve(
         )
     finally:
         engine.close()
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on, before a model is loaded for it."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must be from 0 to 65535, got {port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error

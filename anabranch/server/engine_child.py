@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import torch
+
 from anabranch.engine.engine import Engine
 from anabranch.server.channel import Channel
 from anabranch.server.deltas import Teller
@@ -30,6 +32,7 @@ from anabranch.server.messages import (
 )
 
 SNAPSHOT_SECONDS = 0.2  # while working
+USERS_TO_MEND = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError)
 IDLE_SECONDS = 1.0  # between signs of life when there is nothing to do
 
 
@@ -110,6 +113,13 @@ def ready(engine: Engine) -> Ready:
     )
 
 
+def failed(error: Exception, *, starting: bool) -> Failed:
+    """Last words; without a trace where a setting or a file is at fault."""
+    if starting and isinstance(error, USERS_TO_MEND):
+        return Failed(str(error) or type(error).__name__, "")
+    return Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
 def main(fd: int) -> int:
     """Serve the socket `fd`, whose first message is the configuration."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -118,13 +128,14 @@ def main(fd: int) -> int:
     config = connection.recv()
     inbox: SimpleQueue[Any] = SimpleQueue()
     channel = Channel(connection, inbox.put, lambda: os._exit(0))
+    engine: Engine | None = None
     try:
         engine = Engine(config, lambda what, done, of: channel.send(Loading(what, done, of)))
         channel.send(snapshot(engine))
         channel.send(ready(engine))
         EngineLoop(engine, channel, inbox).run()
     except Exception as error:
-        channel.send(Failed(f"{type(error).__name__}: {error}", traceback.format_exc()))
+        channel.send(failed(error, starting=engine is None))
         channel.flush()
     return 1
 

@@ -156,7 +156,7 @@ class EngineProcess:
                 self._start.put(message)
             case Failed(reason, trace):
                 sys.stderr.write(trace)
-                self.error = f"the engine failed: {reason}"
+                self.error = f"the engine failed: {reason}" if trace else reason
             case _:
                 self._in_loop(self._dispatch, message)
 

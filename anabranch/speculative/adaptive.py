@@ -133,7 +133,7 @@ class AdaptiveDrafts:
     def _say(self, bucket: int, best: int) -> None:
         plain, most = self._measured(bucket, 0), self._measured(bucket, self.max_drafts)
         assert plain is not None and most is not None
-        what = f"{best} drafts a step" if best else "speculation off"
+        what = f"{best} draft{'s' if best > 1 else ''} a step" if best else "speculation off"
         self.reason = (
             f"{what}: {self.max_drafts} drafts give {self.expected_tokens(self.max_drafts):.2f} "
             f"tokens a step for {most / plain:.2f} times the time (batches up to {2**bucket - 1})"

@@ -12,4 +12,6 @@ def one_line(error: BaseException) -> str:
     said = " ".join(str(error).split())
     if isinstance(error, ImportError):
         return f"{said}; pip install 'anabranch[engine]'"
+    if isinstance(error, OSError) and error.filename is not None and error.strerror:
+        return f"{error.filename}: {error.strerror}"
     return said or type(error).__name__

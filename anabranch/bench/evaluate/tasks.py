@@ -7,10 +7,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from anabranch.bench.evaluate.packaged_data import Progress, packaged_files
 from anabranch.bench.evaluate.questions import LETTERS, Question, Style
+
+if TYPE_CHECKING:
+    from anabranch.bench.evaluate.packaged_data import Progress
 
 MEDICAL = (
     "Anaesthesia",
@@ -69,6 +71,8 @@ def load_task(name: str, progress: Progress | None = None) -> list[Question]:
     """All questions of a task that have an answer."""
     if name not in TASKS:
         raise ValueError(f"--tasks must be among {', '.join(TASKS)}, got {name!r}")
+    from anabranch.bench.evaluate.packaged_data import packaged_files
+
     task, files = TASKS[name], packaged_files(FILES, progress)
     return [
         question
