@@ -22,9 +22,9 @@ def select_linear(num_rows: int, n: int, k: int, itemsize: int) -> LinearConfig 
     """None where torch's product is the better one.
 
     On an H200, weights of Llama-3.1-8B, microseconds in a graph, cuBLAS / ours: qkv 15.2 / 12.5,
-    o 12.6 / 8.3, gate and up 55.5 / 52.1, down 30.5 / 27.7, logits 241 / 230. Two rows gain on o
-    and down only, and from four rows on cuBLAS is ahead, also of tiles on the matrix unit
-    (benchmarks/results/linear/h200.json).
+    o 12.6 / 8.3, gate and up 55.5 / 52.1, down 30.5 / 27.7, logits 241 / 230. Two rows gain
+    on o and down and lose on gate and up; from four rows on cuBLAS is ahead or level, also with
+    tiles on the matrix unit (benchmarks/results/linear/h200.json).
     """
     if num_rows != 1 or itemsize != 2 or n * k < MIN_ELEMENTS or k % 8:
         return None
