@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any, cast
-
 import torch
 from torch.nn import functional
 
 from anabranch.kernels.linear_config import LinearConfig, fit_linear, select_linear
+from anabranch.plan import has_overlap
 from anabranch.shapes import Sizes, check_device, check_dtype
 
 
@@ -66,14 +64,7 @@ def choose(x: torch.Tensor, w: torch.Tensor) -> LinearConfig | None:
     aligned = w.stride(1) == 1 and w.stride(0) % 8 == 0 and w.data_ptr() % 16 == 0
     n, k = w.shape
     config = select_linear(1, n, k, x.element_size()) if aligned else None
-    return None if config is None else fit_linear(config, hopper=_is_hopper(x.device))
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    """Whether it is a Hopper GPU or a later one."""
-    properties = cast("Any", torch.cuda.get_device_properties)(device)  # pyright: ignore
-    return torch.version.hip is None and properties.major >= 9
+    return None if config is None else fit_linear(config, hopper=has_overlap(x.device))
 
 
 def _row(x: torch.Tensor) -> torch.Tensor:

@@ -87,13 +87,15 @@ def make_plan(
     window: int | None = None,
     tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
+    fused_merge: bool = True,
     config: AttendConfig | None = None,
 ) -> Plan:
     """Divide the work of `attend(q, keys, ...)` with these options among the GPU's processors.
 
     Only the shape, dtype and device of `q` and `keys` matter, and the lengths, which are read on
     the device. With `batch_invariant`, keys are cut at fixed boundaries, so that a sequence's
-    result has the same bits in any batch of the same query length. `config` overrides the tiles.
+    result has the same bits in any batch of the same query length. Without `fused_merge`, a second
+    launch merges the parts, to see what that costs. `config` overrides the tiles.
     """
     check_masks(causal=causal, window=window, tree_mask=tree_mask)
     queries = pack_queries(q, keys, cu_seqlens_q)
@@ -104,6 +106,7 @@ def make_plan(
         causal=causal and tree_mask is None,
         window=window,
         fixed_parts=batch_invariant,
+        fused=fused_merge,
         config=config,
     )
 
@@ -115,6 +118,7 @@ def plan_queries(
     causal: bool,
     window: int | None,
     fixed_parts: bool = False,
+    fused: bool = True,
     config: AttendConfig | None = None,
 ) -> Plan:
     """make_plan() for queries that are packed and checked."""
@@ -129,6 +133,7 @@ def plan_queries(
             head_dim_k=shape[0],
             head_dim_v=shape[1],
             itemsize=shape[2],
+            window=window,
         )
         per_program, per_sm = shared_memory(q.device)
         config = fit_shared_memory(config, *shape, per_program=per_program, per_sm=per_sm)
@@ -140,8 +145,10 @@ def plan_queries(
         page_size=keys.page_size if isinstance(keys, PagedKV) else 1,
         head_dim_k=head_dim_k,
         head_dim_v=keys.v.shape[-1],
-        num_workers=max(1, num_sms(q.device) * config.workers_per_sm // keys.k.shape[-2]),
+        num_programs=num_sms(q.device) * config.workers_per_sm,
         fixed_parts=fixed_parts,
+        fused=fused,
+        overlap=has_overlap(q.device),
     )
     return _allocate(queries, keys, constants, config, window)
 
@@ -223,6 +230,12 @@ def num_sms(device: torch.device) -> int:
     if device.type == "cpu":
         return INTERPRETER_SMS
     return _properties(device).multi_processor_count
+
+
+@cache
+def has_overlap(device: torch.device) -> bool:
+    """Whether a kernel may be launched while the one ahead ends: NVIDIA's GPUs since Hopper."""
+    return device.type == "cuda" and not torch.version.hip and _properties(device).major >= 9
 
 
 @cache

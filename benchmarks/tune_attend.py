@@ -49,6 +49,7 @@ def selected(case: AttendCase) -> AttendConfig:
         head_dim_k=case.head_dim,
         head_dim_v=case.head_dim_v,
         itemsize=2,
+        window=case.window,
     )
 
 
@@ -56,6 +57,7 @@ def neighbours(config: AttendConfig) -> Iterator[tuple[str, AttendConfig]]:
     """The configuration itself, then those that differ from it in one field."""
     yield "selected", config
     yield "other side first", replace(config, keys_first=not config.keys_first)
+    yield "other copies first", replace(config, values_first=not config.values_first)
     for stages in (config.num_stages - 1, config.num_stages + 1):
         if stages >= 2:
             yield f"num_stages {stages}", replace(config, num_stages=stages)

@@ -167,6 +167,38 @@ def test_batch_invariance(config: AttendConfig, source: str, device: str) -> Non
             assert torch.equal(mine, theirs[tokens])
 
 
+@every_device
+@pytest.mark.parametrize("config", [SHORT, LONG, DEEP], ids=tiles)
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_a_merge_apart(batch_invariant: bool, config: AttendConfig, device: str) -> None:
+    """Parts merged by a second launch give what parts merged by the last worker give."""
+    case = Case(q_lens=(1, 30, 0), k_lens=(150, 70, 20), dims=(16, 16), dtype=HALF, device=device)
+    config = replace(config, part_tiles=1)
+    check(case, config=config, batch_invariant=batch_invariant, fused_merge=False)
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("lengths", "past", "programs", "dealt"),
+    [
+        ((90, 33, 64, 90, 0, 48, 2, 70), 0, 2, True),  # blocks of many lengths, and one of none
+        ((100,) * 3, 0, 1, True),
+        ((40,), 360, 8, False),  # fewer blocks than programs: cut
+    ],
+)
+def test_blocks_dealt_out_whole(
+    lengths: tuple[int, ...], past: int, programs: int, dealt: bool, device: str, monkeypatch: Any
+) -> None:
+    """Blocks of many rows go to programs whole where there are enough of them."""
+    monkeypatch.setattr("anabranch.plan.num_sms", lambda _: programs)
+    keys_of = tuple(length + past for length in lengths)
+    case = Case(q_lens=lengths, k_lens=keys_of, source="ragged", dims=(16, 16), dtype=HALF)
+    q, keys, options = make_inputs(replace(case, device=device), 0)
+    plan = plan_for(q, keys, options, config=LONG)
+    assert (plan.schedule[5].item() > 0) == dealt
+    assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
+
+
 def one_sequence(keys: KeySource, seq: int) -> KeySource:
     if isinstance(keys, RaggedKV):
         return RaggedKV(keys.k, keys.v, keys.cu_seqlens[seq : seq + 2])

@@ -38,6 +38,7 @@ class AttendConfig:
     num_stages: int
     workers_per_sm: int
     keys_first: bool = False  # transposed tiles, for few rows
+    values_first: bool = False  # values are copied with the keys, not after the scores
     fan_in: int = 64  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
     merge_batch: int = 8  # parts loaded at a time
@@ -64,15 +65,19 @@ class AttendConstants:
     block_m: int
     block_n: int
     keys_first: bool
+    values_first: bool
     fan_in: int
     merge_rows: int
     merge_batch: int
+    num_programs: int
     num_workers: int  # teams of one program for each kv head
     merge_price: int
     block_price: int
     fixed_parts: bool
     part_tiles: int
     whole_rows: int
+    fused: bool  # parts are merged by the worker that arrives last, not by a second launch
+    overlap: bool  # launched while the kernel ahead is still ending
     # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
     # save a fifth of the inner loop's instructions
     page_strides: tuple[int, int, int, int] | None = None
@@ -88,8 +93,10 @@ def attend_constants(
     page_size: int,
     head_dim_k: int,
     head_dim_v: int,
-    num_workers: int,
-    fixed_parts: bool,
+    num_programs: int,
+    fixed_parts: bool = False,
+    fused: bool = True,
+    overlap: bool = False,
 ) -> AttendConstants:
     """Join a configuration with the shapes of a call."""
     main, rest = split_head_dim(head_dim_k)
@@ -106,15 +113,19 @@ def attend_constants(
         block_m=config.block_m,
         block_n=config.block_n,
         keys_first=config.keys_first,
+        values_first=config.values_first,
         fan_in=config.fan_in,
         merge_rows=min(config.merge_rows, config.block_m),
         merge_batch=config.merge_batch,
-        num_workers=num_workers,
+        num_programs=max(num_programs, num_kv_heads),
+        num_workers=max(num_programs // num_kv_heads, 1),
         merge_price=config.merge_price,
         block_price=config.block_price,
         fixed_parts=fixed_parts,
         part_tiles=config.part_tiles,
         whole_rows=config.whole_rows,
+        fused=fused,
+        overlap=overlap,
     )
 
 
@@ -157,7 +168,13 @@ def fit_shared_memory(
 
 
 def select_attend(
-    *, rows_per_seq: float, num_pairs: int, head_dim_k: int, head_dim_v: int, itemsize: int
+    *,
+    rows_per_seq: float,
+    num_pairs: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    itemsize: int,
+    window: int | None = None,
 ) -> AttendConfig:
     """Tiles by how many query rows (tokens times group) a sequence has on average.
 
@@ -173,7 +190,7 @@ def select_attend(
     if rows_per_seq <= 64:
         warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
         return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
-    return _select_long(rows_per_seq, head_dim)
+    return _select_long(rows_per_seq, head_dim, window)
 
 
 def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int) -> AttendConfig:
@@ -191,19 +208,32 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
         return config(32, 4, 3, 4, **{**merge, "merge_batch": 4}, max_registers=128)
     if rows == 32:  # 3 tokens, 8 x 259, 64/8 heads: 10.6, merging 16 rows at a time 11.4
         return AttendConfig(rows, 64, 4, 3, 2, merge_rows=32, merge_batch=4)
-    return config(64, 4, 3, 2, **merge)
+    # 8 x 8192: 69.1 against 69.9 at a price of 2, 4 tokens 71.6 against 72.2
+    return config(64, 4, 3, 2, **merge, block_price=4)
 
 
-def _select_long(rows_per_seq: float, head_dim: int) -> AttendConfig:
-    """Prefill: the largest tiles whose accumulators fit into registers."""
-    if head_dim <= 64:
-        return AttendConfig(128, 64, 4, 3, 2, merge_rows=16, merge_batch=2, block_price=4)
-    if head_dim > 128:
-        stages = 3 if head_dim <= 192 else 2
-        return AttendConfig(128, 64, 8, stages, 1, merge_rows=32, merge_batch=2, block_price=6)
-    if rows_per_seq >= 16384:  # 1 x 8192: 1210 against 1295 in tiles of 64 x 64
-        return AttendConfig(128, 128, 8, 3, 1, merge_rows=32, merge_batch=2, block_price=4)
-    return AttendConfig(64, 64, 4, 2, 2, merge_rows=16, merge_batch=2, block_price=3)
+def _select_long(rows_per_seq: float, head_dim: int, window: int | None) -> AttendConfig:
+    """Prefill: the largest tiles whose accumulators fit into registers, for long sequences.
+
+    Values are copied with the keys: what keeps the warps in step then stands between two tiles and
+    not between scores and softmax, and one warpgroup computes weights while another multiplies.
+    1 x 8192: 945 against 1190. The copies need a third stage to be ahead.
+    """
+    config = partial(AttendConfig, merge_batch=2, values_first=True)
+    many_keys = rows_per_seq >= 8192 and window is None
+    if head_dim <= 64 and many_keys:  # 1 x 4096, 9/3 heads: 51.7 against 58.7
+        return config(64, 128, 4, 3, 2, merge_rows=16, block_price=2)
+    if head_dim <= 64:  # 8 x 1024, 64/16 heads: 215 against 263
+        return config(64, 64, 4, 3, 3, merge_rows=16, block_price=3, max_registers=168)
+    if head_dim <= 128 and rows_per_seq >= 16384 and many_keys:  # 1 x 4096: 264 against 273
+        return config(128, 128, 8, 3, 1, merge_rows=32, block_price=3)
+    if head_dim <= 128:  # 2 x 2048: 168 against 199; 1 x 4096, window 1024: 147 against 167
+        return config(64, 64, 4, 3, 2, merge_rows=16, block_price=5)
+    if head_dim <= 192:
+        return config(128, 64, 8, 3, 1, merge_rows=32, block_price=4)
+    # Two stages are all that fits, and copies under way must not wait for each other: 1 x 8192,
+    # 256 dims: 2108 against 2348
+    return config(128, 64, 8, 2, 1, merge_rows=32, block_price=4, values_first=False)
 
 
 def every_attend_config() -> dict[AttendConfig, tuple[float, int, tuple[int, int], int]]:

@@ -1,8 +1,8 @@
 """Attention of any query length over dense, ragged or paged keys: one kernel for all of them.
 
-A worker walks its share of the schedule, a pair (block of query rows, kv head) at a time. A pair
-that one worker holds whole is written directly; otherwise each worker leaves a part, and parts are
-merged in a tree whose every node is done by the worker that arrives there last. Nobody waits.
+A program walks its share of the schedule, a pair (block of query rows, kv head) at a time. A pair
+that one program holds whole is written directly; otherwise each leaves a part, and parts are merged
+in a tree whose every node is done by whoever arrives there last. Nobody waits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.config import (
     AttendConfig,
@@ -25,12 +26,21 @@ from anabranch.kernels.config import (
 )
 from anabranch.kernels.triton.addressing import Pages, Rows
 from anabranch.kernels.triton.boxes import Boxes, boxes_of
-from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
+from anabranch.kernels.triton.merge_tree import (
+    Parts,
+    leave_part,
+    merge_children,
+    merge_tree,
+)
 from anabranch.kernels.triton.online_softmax import empty_state, finish_state
 from anabranch.kernels.triton.output import write_rows
 from anabranch.kernels.triton.schedule import (
+    is_dealt,
+    pair_of,
     part_of,
+    parts_of,
     read_block,
+    read_dealt,
     read_header,
     read_worker,
     units_of,
@@ -63,7 +73,8 @@ def attend(
     **options: int | None,  # num_warps, num_stages, maxnreg
 ) -> None:
     """Write the state of `q` over the keys, as `schedule` divides the work."""
-    attend_kernel[constants.num_kv_heads, constants.num_workers](
+    overlap = {"launch_pdl": True} if constants.overlap else {}
+    attend_kernel[constants.num_programs,](
         Rows(q, *q.stride()),
         k,
         v,
@@ -79,7 +90,18 @@ def attend(
         parts,
         constants if table is None else with_page_strides(constants, k[1:3] + v[1:3]),
         **options,
+        **overlap,
     )
+    if not constants.fused:
+        merge_kernel[constants.num_kv_heads, constants.num_workers](
+            Rows(out, *out.stride()),
+            Rows(lse, *lse.stride(), 0),
+            schedule,
+            parts,
+            constants,
+            num_warps=4,
+            **overlap,
+        )
 
 
 @cache
@@ -110,45 +132,65 @@ def attend_kernel(
     parts,  # Parts
     C: tl.constexpr,  # AttendConstants
 ):
-    kv_head = tl.program_id(0)
-    worker = tl.program_id(1)
-    share, num_units, num_blocks, num_empty, orphans = read_header(schedule_ptr)
-    block, record = read_worker(schedule_ptr, worker)
+    if C.overlap:  # nothing is read before the kernel ahead has ended
+        gdc_wait()
+    program = tl.program_id(0)
+    worker = program // C.num_kv_heads
+    share, num_units, num_blocks, num_empty, orphans, num_rounds = read_header(schedule_ptr)
+    block, record = read_worker(schedule_ptr, tl.minimum(worker, C.num_workers - 1))
     unit = worker * share
-    stop = tl.minimum(unit + share, num_units)
+    stop = tl.where(worker < C.num_workers, tl.minimum(unit + share, num_units), unit)
+    if not is_dealt(C):
+        num_rounds = 0  # known to the compiler
+    if num_rounds > 0:
+        unit = 0
+        stop = num_rounds
     while unit < stop:
-        origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit = record
-        num_rows = q_len * C.group
-        units = units_of(num_tiles, num_rows, C)
-        begin = unit - first_unit
-        if begin >= units:
-            block += 1
-            record = read_block(schedule_ptr, block, C)
+        kv_head = program % C.num_kv_heads
+        tile, tile_stop, part, num_parts, first_slot = 0, 0, 0, 1, 0
+        if num_rounds > 0:
+            place, kv_head = pair_of(unit, program, C)
+            unit += 1
+            if place < num_blocks:
+                record = read_dealt(schedule_ptr, place, num_blocks, C)
+                tile = record[5]
+                tile_stop = tile + record[6]
         else:
-            end = begin + 1 if C.fixed_parts else tl.minimum(units, stop - first_unit)
-            unit = first_unit + end
-            tile, tile_stop, part, num_parts, first_slot = part_of(
-                begin, end, worker, share, (num_rows, first_tile, num_tiles, first_unit), C
-            )
-            if tile < tile_stop:
-                state = attend_pair(
-                    q, (first_row, q_start), (origin, q_len, seq_len, kv_head), tile, tile_stop,
-                    part == 0, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules,
-                    tree_width, sinks_ptr, C,
-                )  # fmt: skip
-                out, lse = finish_state(state)
-                if num_parts == 1:
-                    rows = first_row + tl.arange(0, C.block_m)
-                    write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
-                else:
-                    left = num_rows - first_row
-                    leave_part(out, lse, part, first_slot, kv_head, left, parts, C)
+            begin = unit - record[7]
+            num_rows = record[3] * C.group
+            units = units_of(record[6], num_rows, C)
+            if begin >= units:
+                block += 1
+                record = read_block(schedule_ptr, block, C)
+            else:
+                end = begin + 1 if C.fixed_parts else tl.minimum(units, stop - record[7])
+                unit = record[7] + end
+                tile, tile_stop, part, num_parts, first_slot = part_of(
+                    begin, end, worker, share, (num_rows, record[5], record[6], record[7]), C
+                )
+        if tile < tile_stop:
+            origin, first_row, q_start, q_len, seq_len, _, _, _ = record
+            num_rows = q_len * C.group
+            state = attend_pair(
+                q, (first_row, q_start), (origin, q_len, seq_len, kv_head), tile, tile_stop,
+                part == 0, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules,
+                tree_width, sinks_ptr, C,
+            )  # fmt: skip
+            out, lse = finish_state(state)
+            if num_parts == 1:
+                rows = first_row + tl.arange(0, C.block_m)
+                write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+            else:
+                left = num_rows - first_row
+                leave_part(out, lse, part, first_slot, kv_head, left, parts, C)
+                if C.fused:
                     merge_tree(
                         part, num_parts, first_slot, first_row, num_rows, q_start, kv_head,
                         parts, out_rows, lse_rows, C,
                     )  # fmt: skip
 
     if num_empty > 0:  # blocks that see no keys: no worker's share leads there
+        kv_head = program % C.num_kv_heads
         for block in range(worker, num_blocks, C.num_workers):
             _, first_row, q_start, q_len, _, _, num_tiles, _ = read_block(schedule_ptr, block, C)
             if num_tiles == 0:
@@ -162,6 +204,32 @@ def attend_kernel(
                 write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
 
 
+@triton.jit
+def merge_kernel(out_rows, lse_rows, schedule_ptr, parts, C: tl.constexpr):
+    """Merge the parts of all blocks that have several: what a launch of its own would cost."""
+    if C.overlap:
+        gdc_wait()
+    kv_head = tl.program_id(0)
+    share, _, num_blocks, _, _, num_rounds = read_header(schedule_ptr)
+    for block in range(tl.program_id(1), num_blocks, C.num_workers):
+        _, first_row, q_start, q_len, _, first_tile, num_tiles, first_unit = read_block(
+            schedule_ptr, block, C
+        )
+        num_rows = q_len * C.group
+        if num_tiles > 0:
+            place = num_rows, first_tile, num_tiles, first_unit
+            num_parts, first_slot = parts_of(share, place, C)
+            if (num_parts > 1) & (num_rounds == 0):
+                left = tl.minimum(num_rows - first_row, C.block_m)
+                for row in range(0, left, C.merge_rows):
+                    rows = row + tl.arange(0, C.merge_rows)
+                    out, lse = merge_children(
+                        0, 1, num_parts, first_slot, kv_head, rows, left, parts, C
+                    )
+                    rows += first_row
+                    write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+
+
 def compile_cases(shared_memory: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches on meta tensors: every configuration, and one of each kind with options."""
     plain, every_rule = Rules(0.1, None, None, None), Rules(0.1, 30.0, 100, None)
@@ -172,6 +240,7 @@ def compile_cases(shared_memory: int) -> Iterator[tuple[str, Callable[[], object
         dtype: torch.dtype,
         rules: Rules,
         sinks: bool = False,
+        fused: bool = True,
     ) -> None:
         make = partial(torch.empty, device="meta")
         k, v = (make(64, 16, 8, dim, dtype=dtype) for dim in dims)
@@ -185,8 +254,9 @@ def compile_cases(shared_memory: int) -> Iterator[tuple[str, Callable[[], object
             page_size=16 if paged else 1,
             head_dim_k=dims[0],
             head_dim_v=dims[1],
-            num_workers=16,
-            fixed_parts=False,
+            num_programs=132,
+            fused=fused,
+            overlap=shared_memory >= 227 * 1024,
         )
         attend(
             make(64, 32, dims[0], dtype=dtype),
@@ -221,3 +291,5 @@ def compile_cases(shared_memory: int) -> Iterator[tuple[str, Callable[[], object
     for kind, config in (("decode", short), ("prefill", long)):
         rest = (config, (128, 128), torch.bfloat16, every_rule, True)
         yield f"{kind} with window, softcap and sinks", partial(launch, *rest)
+        apart = partial(launch, config, (128, 128), torch.bfloat16, plain, fused=False)
+        yield f"{kind} with a merge apart", apart

@@ -80,7 +80,7 @@ def merge_part(state, out, lse):
 def finish_state(state):
     """The state as the library's convention has it: out, and lse in natural log."""
     peak, total, acc = state
-    out = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    out = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     return out, (pivot_of(peak) + tl.log2(total)) * LN_2
 
 

@@ -24,6 +24,22 @@ def score(q, k, scores, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
+def masked(scores, keys, tokens, tree_rows, q_len, seq_len, window, tree_width, C: tl.constexpr):
+    """Scores, -inf where a token does not see a key."""
+    tree_side = tree_rows
+    if C.keys_first:
+        key_side, token_side = keys[:, None], tokens[None, :]
+        if tree_rows is not None:
+            tree_side = tree_rows[None, :]
+    else:
+        key_side, token_side = keys[None, :], tokens[:, None]
+        if tree_rows is not None:
+            tree_side = tree_rows[:, None]
+    seen = visible(token_side, key_side, q_len, seq_len, window, tree_side, tree_width, C.causal)
+    return tl.where(seen, scores, float("-inf"))
+
+
+@triton.jit
 def attend_tiles(
     state,
     q,  # [block_m, dk_main] and [block_m, dk_rest]
@@ -31,6 +47,8 @@ def attend_tiles(
     tree_rows,  # pointers [block_m] or None
     tile,
     stop,
+    full_start,
+    full_stop,
     pair,  # origin, q_len, seq_len, kv_head
     k,
     v,
@@ -42,10 +60,9 @@ def attend_tiles(
     rules,
     tree_width,
     C: tl.constexpr,
-    MASKED: tl.constexpr,
     BOXED: tl.constexpr,
 ):
-    """Attend to the tiles [tile, stop); without MASKED every token sees all of their keys.
+    """Attend to the tiles [tile, stop); every token sees all keys of [full_start, full_stop).
 
     BOXED tiles lie wholly inside the sequence, and the tensor memory accelerator copies them.
     """
@@ -69,49 +86,57 @@ def attend_tiles(
     pages = load_pages(tl.minimum(keys, seq_len - 1), origin, table_ptr, table_stride, C.page_size)
     for index in tl.range(tile, stop):
         keys = index * C.block_n + tl.arange(0, C.block_n)
+        # Values before keys, side by side: what the compiler puts between the copies of two tiles
+        # to keep programs in step then stands between iterations, not between score and softmax.
         if BOXED:
-            tile_k = k_box.load([box_row + index * C.block_n, kv_head * k.head])
+            row = box_row + index * C.block_n
+            if C.values_first:
+                tile_v = v_box.load([row, kv_head * v.head])
+            tile_k = k_box.load([row, kv_head * k.head])
+            rest_k = tile_k  # unused without a rest
+            if C.dk_rest > 0:
+                rest_k = k_rest_box.load([row, kv_head * k.head + C.dk_main])
         else:
             safe_keys = tl.minimum(keys, seq_len - 1)
+            offsets = key_offsets(
+                safe_keys, pages, v_page, v_key, table_ptr, C.page_size, C.wide_pages
+            )
+            if C.values_first:
+                tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
             offsets = key_offsets(
                 safe_keys, pages, k_page, k_key, table_ptr, C.page_size, C.wide_pages
             )
             tile_k = load_rows(k_ptrs, offsets, 0, C.dk_main, C.head_dim_k)
+            rest_k = tile_k
+            if C.dk_rest > 0:
+                rest_k = load_rows(rest_ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
+            # The next tile's pages are on their way while this tile is attended to.
+            next_keys = tl.minimum(keys + C.block_n, seq_len - 1)
+            if C.values_first:
+                pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
         scores = score(q[0], tile_k, None, C.keys_first)
         if C.dk_rest > 0:
-            if BOXED:
-                column = kv_head * k.head + C.dk_main
-                tile_k = k_rest_box.load([box_row + index * C.block_n, column])
-            else:
-                tile_k = load_rows(rest_ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
-            scores = score(q[1], tile_k, scores, C.keys_first)
+            scores = score(q[1], rest_k, scores, C.keys_first)
         scale = rules.scale
         if rules.softcap is not None:
             scores = capped(scores, rules.scale, rules.softcap)
             scale = LOG2_E
-        if MASKED:
-            if C.keys_first:
-                key_side, token_side, tree_side = keys[:, None], tokens[None, :], tree_rows
-                if tree_rows is not None:
-                    tree_side = tree_rows[None, :]
+        is_edge = True  # a short block waits for memory and has time to mask every tile
+        if C.block_m >= 64:
+            is_edge = (index < full_start) | (index >= full_stop)
+        if is_edge:
+            scores = masked(
+                scores, keys, tokens, tree_rows, q_len, seq_len, rules.window, tree_width, C
+            )
+        if not C.values_first:
+            if BOXED:
+                tile_v = v_box.load([row, kv_head * v.head])
             else:
-                key_side, token_side, tree_side = keys[None, :], tokens[:, None], tree_rows
-                if tree_rows is not None:
-                    tree_side = tree_rows[:, None]
-            seen = visible(
-                token_side, key_side, q_len, seq_len, rules.window, tree_side, tree_width, C.causal
-            )
-            scores = tl.where(seen, scores, float("-inf"))
-        if BOXED:
-            tile_v = v_box.load([box_row + index * C.block_n, kv_head * v.head])
-        else:
-            offsets = key_offsets(
-                safe_keys, pages, v_page, v_key, table_ptr, C.page_size, C.wide_pages
-            )
-            tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
-            # The next tile's pages are on their way while this tile is attended to.
-            next_keys = tl.minimum(keys + C.block_n, seq_len - 1)
-            pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
+                offsets = key_offsets(
+                    safe_keys, pages, v_page, v_key, table_ptr, C.page_size, C.wide_pages
+                )
+                tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
+                pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
         state = update_state(state, scores, scale, tile_v, C.keys_first)
     return state
 
@@ -163,31 +188,28 @@ def attend_pair(
         acc = tl.trans(acc)
     state = (peak, total, acc)
 
-    if C.block_m >= 64:  # a short block waits for memory and has time to mask every tile
+    full_start = tile
+    full_stop = tile
+    if C.block_m >= 64:
         last_token = (tl.minimum(first_row + C.block_m, q_len * C.group) - 1) // C.group
         start, end = seen_by_all(
             first_row // C.group, last_token, q_len, seq_len, rules.window, rules.tree, C.causal
         )
-        if rules.window is not None:
-            full_start = tl.minimum(tl.maximum(tl.cdiv(start, C.block_n), tile), stop)
-            if tile < full_start:
-                state = attend_tiles(
-                    state, (q_main, q_rest), tokens, tree_rows, tile, full_start, pair, k, v, k_box,
-                    k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
-                )  # fmt: skip
-            tile = full_start
-        full_stop = tl.minimum(tl.maximum(end // C.block_n, tile), stop)
-        if tile < full_stop:
-            state = attend_tiles(
-                state, (q_main, q_rest), tokens, tree_rows, tile, full_stop, pair, k, v, k_box,
-                k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, False,
-                k_box is not None,
-            )  # fmt: skip
-        tile = full_stop
+        full_start = tl.cdiv(start, C.block_n)
+        full_stop = end // C.block_n
+    if k_box is not None:
+        boxed_stop = tl.minimum(seq_len // C.block_n, stop)
+        state = attend_tiles(
+            state, (q_main, q_rest), tokens, tree_rows, tile, boxed_stop, full_start, full_stop,
+            pair, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C,
+            True,
+        )  # fmt: skip
+        tile = tl.maximum(tile, boxed_stop)
     if tile < stop:
         state = attend_tiles(
-            state, (q_main, q_rest), tokens, tree_rows, tile, stop, pair, k, v, k_box,
-            k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C, True, False,
+            state, (q_main, q_rest), tokens, tree_rows, tile, stop, full_start, full_stop,
+            pair, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C,
+            False,
         )  # fmt: skip
     peak, total, acc = state
     if C.keys_first:
