@@ -160,15 +160,15 @@ def _allocate(
     config: AttendConfig,
     window: int | None,
 ) -> Plan:
-    from anabranch.kernels.triton import schedule
     from anabranch.kernels.triton.runtime import interpreting
+    from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
 
     num_tokens, num_seqs = queries.packed.shape[0], keys.num_seqs
     device = queries.packed.device
     planned = device.type != "cpu" or interpreting()  # the CPU's own path needs no division
-    blocks = schedule.num_blocks_bound(num_seqs, num_tokens, constants)
+    blocks = num_blocks_bound(num_seqs, num_tokens, constants)
     num_slots = _num_slots(keys, blocks, constants) if planned else 0
-    size = schedule.schedule_size(num_seqs, num_tokens, constants) if planned else 0
+    size = schedule_size(num_seqs, num_tokens, constants) if planned else 0
     shape = (num_slots, constants.block_m)
     plan = Plan(
         schedule=torch.empty(size, dtype=torch.int32, device=device),

@@ -34,7 +34,7 @@ from anabranch.kernels.triton.merge_tree import (
 )
 from anabranch.kernels.triton.online_softmax import empty_state, finish_state
 from anabranch.kernels.triton.output import write_rows
-from anabranch.kernels.triton.schedule import (
+from anabranch.kernels.triton.schedule_layout import (
     is_dealt,
     pair_of,
     part_of,

@@ -9,6 +9,8 @@ whatever the batch.
 A worker is a team of programs, one for each kv head, launched side by side: what they read lies
 side by side in memory too.
 
+Blocks of many rows may be dealt out whole instead, over all programs (deal.py).
+
 With fixed parts the list counts parts of part_tiles tiles instead, cut at boundaries that depend on
 the sequence alone, and each is a state of its own: results do not depend on the rest of the batch.
 """
@@ -21,16 +23,21 @@ from functools import partial
 import torch
 import triton
 import triton.language as tl
-from triton import constexpr_function
 
 from anabranch.kernels.config import AttendConfig, AttendConstants, attend_constants
+from anabranch.kernels.triton.deal import longest_turns, sort_blocks
 from anabranch.kernels.triton.masks import seen_by_any
+from anabranch.kernels.triton.schedule_layout import (
+    HEADER,
+    RECORD,
+    WORKER,
+    is_dealt,
+    num_blocks_bound,
+    schedule_size,
+    units_of,
+)
 
-HEADER: tl.constexpr = tl.constexpr(8)  # as `read_header` returns it
-RECORD: tl.constexpr = tl.constexpr(8)  # of a block, as `read_record` returns it
-LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort of blocks tells apart
 MANY_ROUNDS: tl.constexpr = tl.constexpr(64)  # so many are even enough without a look
-WORKER: tl.constexpr = tl.constexpr(16)  # its first block, and a copy of that block's record at 8
 
 
 def schedule(
@@ -59,193 +66,6 @@ def schedule(
         constants,
         num_warps=8,
     )
-
-
-def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
-    """Blocks there can be: every sequence, and the tokens of nobody, may end in a short one."""
-    return triton.cdiv(num_tokens * constants.group, constants.block_m) + num_seqs + 1
-
-
-def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
-    """Integers in the schedule: header, workers, blocks, first block of each sequence.
-
-    Where blocks may be dealt out whole, there is a sorted copy of them and room to sort in.
-    """
-    blocks = num_blocks_bound(num_seqs, num_tokens, constants)
-    workers = constants.num_workers * WORKER.value
-    size = HEADER.value + workers + blocks * RECORD.value + num_seqs + 1
-    return size + (blocks * RECORD.value + LEVELS.value if is_dealt(constants) else 0)
-
-
-@constexpr_function
-def is_dealt(constants: AttendConstants) -> bool:
-    """Whether blocks may be dealt out whole: those of many rows are enough to fill the GPU."""
-    return constants.block_m >= 64 and not constants.fixed_parts
-
-
-@triton.jit
-def read_header(schedule_ptr):
-    """(units of a share, all units, blocks, empty blocks, first token of nobody, rounds or 0)."""
-    return (
-        tl.load(schedule_ptr),
-        tl.load(schedule_ptr + 1),
-        tl.load(schedule_ptr + 2),
-        tl.load(schedule_ptr + 3),
-        tl.load(schedule_ptr + 4),
-        tl.load(schedule_ptr + 5),
-    )
-
-
-@triton.jit
-def read_record(record):
-    """(origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit)."""
-    return (
-        tl.load(record),
-        tl.load(record + 1),
-        tl.load(record + 2),
-        tl.load(record + 3),
-        tl.load(record + 4),
-        tl.load(record + 5),
-        tl.load(record + 6),
-        tl.load(record + 7),
-    )
-
-
-@triton.jit
-def read_block(schedule_ptr, block, C: tl.constexpr):
-    """The record of a block."""
-    return read_record(schedule_ptr + HEADER + C.num_workers * WORKER + block * RECORD)
-
-
-@triton.jit
-def read_dealt(schedule_ptr, place, num_blocks, C: tl.constexpr):
-    """The record of the block at this place among those sorted by length."""
-    return read_block(schedule_ptr, num_blocks + place, C)
-
-
-@triton.jit
-def read_worker(schedule_ptr, worker):
-    """The block a worker begins in, and its record: nothing to wait for but one load."""
-    ptr = schedule_ptr + HEADER + worker * WORKER
-    return tl.load(ptr), read_record(ptr + 8)
-
-
-@triton.jit
-def units_of(num_tiles, num_rows, C: tl.constexpr):
-    """How many units of work a block has.
-
-    A tile is a unit, and beginning a block costs as much as block_price tiles. With fixed parts a
-    part is a unit; sequences of whole_rows query rows or more fill the GPU without cutting them.
-    """
-    if C.fixed_parts:
-        units = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
-    else:
-        units = tl.where(num_tiles > 0, num_tiles + C.block_price, 0)
-    return units
-
-
-@triton.jit
-def part_tiles_of(num_tiles, num_rows, C: tl.constexpr):
-    """How many tiles a fixed part of a block has."""
-    return tl.where(num_rows >= C.whole_rows, tl.maximum(num_tiles, 1), C.part_tiles)
-
-
-@triton.jit
-def parts_of(share, block, C: tl.constexpr):
-    """How many parts a block is cut into, and what tells the merge where they wait."""
-    num_rows, _, num_tiles, first_unit = block
-    if C.fixed_parts:
-        num_parts = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
-        first_slot = first_unit
-    else:
-        first_slot = (first_unit + C.block_price) // share
-        last_slot = (first_unit + C.block_price + num_tiles - 1) // share
-        num_parts = last_slot - first_slot + 1
-    return num_parts, first_slot
-
-
-@triton.jit
-def part_of(begin, end, worker, share, block, C: tl.constexpr):
-    """What units [begin, end) of a block are: tiles [tile, stop), part `part` of `num_parts`.
-
-    first_slot tells the merge tree where the block's parts wait.
-    """
-    num_rows, first_tile, num_tiles, _ = block
-    num_parts, first_slot = parts_of(share, block, C)
-    if C.fixed_parts:
-        size = part_tiles_of(num_tiles, num_rows, C)
-        tile, stop = begin * size, tl.minimum(end * size, num_tiles)
-        part = begin
-    else:
-        tile, stop = tl.maximum(begin - C.block_price, 0), tl.maximum(end - C.block_price, 0)
-        part = worker - first_slot
-    return first_tile + tile, first_tile + stop, part, num_parts, first_slot
-
-
-@triton.jit
-def pair_of(turn, programs, C: tl.constexpr):
-    """The place among the blocks, longest first, and the kv head of a program's turn.
-
-    Turns go through the pairs to and fro: who has the longest of one round has the shortest of the
-    next.
-    """
-    place = tl.where(turn % 2 == 0, programs, C.num_programs - 1 - programs)
-    index = turn * C.num_programs + place
-    return index // C.num_kv_heads, index % C.num_kv_heads
-
-
-@triton.jit
-def sort_blocks(blocks_ptr, dealt_ptr, counts_ptr, num_blocks, most, CHUNK: tl.constexpr):
-    """Copy the records of all blocks, those with most units first: a counting sort.
-
-    Blocks of nearly the same length stand in any order, which decides who attends to them and
-    nothing else.
-    """
-    levels = tl.arange(0, LEVELS)
-    tl.store(counts_ptr + levels, 0)
-    tl.debug_barrier()
-    for start in range(0, num_blocks, CHUNK):
-        blocks = start + tl.arange(0, CHUNK)
-        inside = blocks < num_blocks
-        level = level_of(blocks_ptr, blocks, inside, most)
-        tl.atomic_add(counts_ptr + level, 1, inside)
-    tl.debug_barrier()
-    counts = tl.load(counts_ptr + levels)
-    tl.debug_barrier()
-    tl.store(counts_ptr + levels, tl.cumsum(counts) - counts)
-    tl.debug_barrier()
-    for start in range(0, num_blocks, CHUNK):
-        blocks = start + tl.arange(0, CHUNK)
-        inside = blocks < num_blocks
-        level = level_of(blocks_ptr, blocks, inside, most)
-        place = tl.atomic_add(counts_ptr + level, 1, inside)
-        fields = tl.arange(0, RECORD)[None, :]
-        record = tl.load(blocks_ptr + blocks[:, None] * RECORD + fields, inside[:, None])
-        tl.store(dealt_ptr + place[:, None] * RECORD + fields, record, inside[:, None])
-    tl.debug_barrier()
-
-
-@triton.jit
-def level_of(blocks_ptr, blocks, inside, most):
-    """0 for the longest blocks to LEVELS - 1 for the shortest; `most` tiles are the longest."""
-    num_tiles = tl.load(blocks_ptr + blocks * RECORD + 6, inside, other=0)
-    return (most - num_tiles).to(tl.int64) * (LEVELS - 1) // tl.maximum(most, 1)
-
-
-@triton.jit
-def longest_turns(dealt_ptr, num_blocks, num_rounds, C: tl.constexpr, CHUNK: tl.constexpr):
-    """The units of the program that has most of them, if pairs are dealt out whole."""
-    longest = 0
-    for start in range(0, C.num_programs, CHUNK):
-        programs = start + tl.arange(0, CHUNK)
-        units = tl.zeros([CHUNK], tl.int32)
-        for turn in range(num_rounds):
-            place, _ = pair_of(turn, programs, C)
-            inside = (programs < C.num_programs) & (place < num_blocks)
-            num_tiles = tl.load(dealt_ptr + place * RECORD + 6, inside, other=0)
-            units += units_of(num_tiles, 0, C)
-        longest = tl.maximum(longest, tl.max(units))
-    return longest
 
 
 @triton.jit
