@@ -31,7 +31,9 @@ from tiny_models import (
     tiny,
 )
 
+from anabranch.engine import launch as launch_module
 from anabranch.engine.llm import LLM
+from anabranch.engine.logprobs import prompt_logprobs
 from anabranch.engine.sampling_params import SamplingParams
 
 NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
@@ -42,6 +44,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 5},
     "pages of 5": {"page_size": 5},
     "separate projections": {"join_projections": False},
+    "merge apart": {"fused_merge": False},
     "preempted": {"kv_cache_gib": pages(9), "max_model_len": 120},
     "n-gram": {"speculative": NGRAM},
     "n-gram, adaptive": {"speculative": NGRAM | {"adaptive": True}},
@@ -404,6 +407,23 @@ def test_prompt_logprobs(budget: int, speculative: Any, like_gpu: bool) -> None:
     assert_idle(llm)
 
 
+def test_prompt_logprobs_are_made_once_for_all_continuations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = tiny(max_num_seqs=2)
+    targets: list[int] = []
+
+    def counted(rows: Any, tokens: torch.Tensor, wanted: int) -> Any:
+        targets.extend(tokens.tolist())
+        return prompt_logprobs(rows, tokens, wanted)
+
+    monkeypatch.setattr(launch_module, "prompt_logprobs", counted)
+    found = answer(llm, n=5, temperature=1.0, seed=2, prompt_logprobs=1)
+    assert targets == PROMPT[1:]
+    assert found.prompt_logprobs == answer(tiny(), prompt_logprobs=1).prompt_logprobs
+    assert llm.stats.num_cached_tokens == 3 * 32, "two pages of each of the later three"
+
+
 def test_prompt_logprobs_of_a_preempted_prompt() -> None:
     llm = tiny(kv_cache_gib=pages(6), max_model_len=96, max_num_batched_tokens=20)
     params = replace(GREEDY, prompt_logprobs=1, max_tokens=20)
@@ -422,7 +442,7 @@ def test_speculate_is_the_requests_choice(llm: LLM) -> None:
     best = answer(llm, speculate=False).outputs[0]
     assert llm.stats.speculative.num_draft_tokens == before
     assert set(best.origins) == {0}
-    drafted = answer(llm).outputs[0]
+    drafted = answer(llm, speculate=True if llm.engine.config.speculative else None).outputs[0]
     assert drafted.token_ids == best.token_ids
     if llm.engine.config.speculative:
         assert llm.stats.speculative.num_draft_tokens > before
@@ -483,6 +503,7 @@ def test_a_token_outside_the_vocabulary_ends_nothing(expected: list[list[int]]) 
         ([3], {"stop_token_ids": [500]}, "token id 500"),
         ([3], {"logprobs": 98}, "logprobs 98"),
         ([3], {"prompt_logprobs": 98}, "prompt_logprobs 98"),
+        ([3], {"speculate": True}, "speculate=True needs .*SpeculativeConfig"),
     ],
 )
 def test_one_bad_request_and_none_is_run(

@@ -12,7 +12,17 @@ import torch
 
 pytest.importorskip("transformers")
 
-from test_engine import ENGINES, NGRAM, PROMPTS
+from test_draft_chain import (
+    SAMPLED,
+    a_pass_at_a_time,
+    assert_keeps_only_its_own,
+    by_sampler,
+    chain_of,
+    chained,
+    started,
+)
+from test_draft_chain import graphs as called_chains
+from test_engine import DRAFT, ENGINES, NGRAM, PROMPTS
 from tiny_models import (
     GREEDY,
     VOCAB,
@@ -31,6 +41,7 @@ from anabranch.engine.llm import LLM
 from anabranch.engine.runner import Runner
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.scheduler import Scheduled
+from anabranch.speculative.draft_chain import chain_keys
 
 pytestmark = pytest.mark.gpu
 LENGTH, Q_LEN, NUM_SEQS = 259, 3, 8  # where graphs once went wrong, in another library
@@ -38,6 +49,7 @@ WIDTHS = {17: 17 * 16 - 2, 256: 256 * 16 - 2}  # pages of a table by max_model_l
 ON_GPU = {"device": "cuda", "dtype": "float32", "kv_cache_gib": 0.01}
 SELECTED = (
     "batched",
+    "merge apart",
     "chunked",
     "preempted",
     "n-gram",
@@ -159,6 +171,84 @@ def test_padded_rows_are_inert() -> None:
         assert (cache.k[others.cuda()] == 7).all() and (cache.v[others.cuda()] == 7).all()
         first = step[0].seq.pages.pages[LENGTH // 16]
         assert not (cache.k[first, LENGTH % 16 - 1] == 7).any(), "the last token is kept"
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32"])
+def drafting(request: pytest.FixtureRequest) -> LLM:
+    """An engine with a draft model of one layer, whose chains are captured."""
+    shape = {"max_position_embeddings": 4096, "hidden_size": 128, "head_dim": 32}
+    llm = LLM(
+        source(**shape),
+        device="cuda",
+        dtype=request.param,
+        max_model_len=WIDTHS[256],
+        max_num_seqs=NUM_SEQS,
+        kv_cache_gib=0.25,
+        speculative=DRAFT | {"model": source(**shape, num_hidden_layers=1)},
+    )
+    assert len(chain_of(llm).graphs) == len(CHAINS)
+    return llm
+
+
+CHAINS = chain_keys([4], graph_batches(NUM_SEQS))
+CHAIN_LENGTHS = [
+    *([LENGTH] * batch for batch in range(1, NUM_SEQS + 1)),
+    [WIDTHS[256] - 5] * NUM_SEQS,
+    [2] * 5,
+    [16, 17, 15, 2, 200, 33, WIDTHS[256] - 5],
+]
+
+
+@pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED)
+def test_chains_by_graph_give_the_bits_of_eager_ones(
+    drafting: LLM, options: list[dict[str, Any]]
+) -> None:
+    chain = chain_of(drafting)
+    caches: list[Any] = [layer.anabranch_cache for layer in chain.runner._layers]
+    for lengths in CHAIN_LENGTHS:
+        for drafts in ([4] * len(lengths), [1 + i % 4 for i in range(len(lengths))]):
+            with started(drafting, lengths, drafts, options) as runs:
+                found, probs = chained(drafting, runs)
+                kept = [(cache.k.clone(), cache.v.clone()) for cache in caches]
+                with called_chains(chain, CHAINS):
+                    expected, drawn_from = chained(drafting, runs)
+                assert found == expected
+                assert (probs is None) == (drawn_from is None)
+                if probs is not None and drawn_from is not None:
+                    assert torch.equal(probs, drawn_from)
+                for cache, (k, v) in zip(caches, kept, strict=True):
+                    assert torch.equal(cache.k, k) and torch.equal(cache.v, v)
+
+
+def test_chains_by_graph_give_the_tokens_of_a_pass_at_a_time(drafting: LLM) -> None:
+    if drafting.engine.config.dtype != "float32":
+        pytest.skip("in 16 bits, products of other shapes round differently")
+    for lengths in CHAIN_LENGTHS:
+        with started(drafting, lengths, [4] * len(lengths)) as runs:
+            found, _ = chained(drafting, runs)
+            assert found == a_pass_at_a_time(drafting, runs, by_sampler(drafting, runs))[0]
+
+
+def test_inert_sequences_of_a_chain_keep_nothing(drafting: LLM) -> None:
+    with started(drafting, [LENGTH] * 5, [4, 1, 2, 3, 4]) as runs:  # in a graph of eight
+        assert_keeps_only_its_own(drafting, runs)
+
+
+@pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED)
+def test_all_drafts_come_from_graphs(
+    options: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def eagerly(*_: Any) -> None:
+        raise AssertionError("a chain was launched pass by pass")
+
+    llm = tiny(**ON_GPU, max_num_seqs=8, speculative=DRAFT | {"adaptive": True})
+    monkeypatch.setattr(chain_of(llm), "run", eagerly)
+    params = [
+        SamplingParams(max_tokens=20, seed=i, ignore_eos=True, **options[i % len(options)])
+        for i, _ in enumerate(PROMPTS)
+    ]
+    outputs(llm, PROMPTS, params)
+    assert llm.stats.speculative.num_draft_tokens > 0
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from anabranch.cache import sequence_pages
 from anabranch.cache.page_pool import PagePool
-from anabranch.cache.sequence_pages import SequencePages
+from anabranch.cache.sequence_pages import SequencePages, page_digest
 from anabranch.engine.layout import Scorer, lay_out
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.scheduler import Scheduled, Scheduler
@@ -77,6 +78,32 @@ def test_a_large_prompt_at_the_head_is_not_overtaken() -> None:
         scheduler.add(sequence(pool, prompt, name=name))
     assert shape(scheduler.schedule()) == [("a", 0, 8, True)]
     assert [seq.request_id for seq in scheduler.waiting] == ["big", "small"]
+
+
+def test_a_waiting_prompt_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, scheduler = make(6, 4, 100)
+    digested: list[int] = []
+
+    def counted(parent: bytes, tokens: list[int]) -> bytes:
+        digested.append(tokens[0])
+        return page_digest(parent, tokens)
+
+    monkeypatch.setattr(sequence_pages, "page_digest", counted)
+    first, waiting = (sequence(pool, size, name="a") for size in (13, 21))
+    scheduler.add(first)
+    land(scheduler.schedule())
+    scheduler.add(waiting)
+    digested.clear()
+    for _ in range(3):
+        step = scheduler.schedule()
+        assert [run.seq for run in step] == [first]
+        land(step)
+    shared = [waiting.tokens[place] for place in (0, 4, 8)]
+    assert [page for page in digested if page in shared] == shared, "once, not in every step"
+    scheduler.remove(first)
+    (run,) = scheduler.schedule()
+    assert (run.seq, run.start) == (waiting, 12)
+    assert [page for page in digested if page in shared] == shared
 
 
 def test_the_youngest_gives_its_pages_up() -> None:
@@ -183,6 +210,20 @@ def test_padding_makes_runs_equal_and_changes_nothing_else(scorer: Scorer) -> No
     plain = lay_out(step, scorer, PAGE, 5, False)
     assert plain.logit_rows.tolist() == list(range(9))
     assert plain.ids.tolist()[2:4] == [70, 71]
+
+
+def test_prompts_are_fresh_until_something_lies_in_pages() -> None:
+    pool, scheduler = make(16, 4, 6)
+    scheduler.add(sequence(pool, 4, name="short"))
+    scheduler.add(sequence(pool, 5, name="long"))
+    step = scheduler.schedule()
+    assert [(run.start, run.num_tokens) for run in step] == [(0, 4), (0, 2)]
+    assert lay_out(step, Scorer.MULTI_QUERY, PAGE, 5, False).is_fresh(0)
+    for run in step:
+        run.seq.num_computed = run.start + run.num_tokens
+    rest = [run for run in scheduler.schedule() if run.start]
+    layout = lay_out(rest, Scorer.MULTI_QUERY, PAGE, 5, False)
+    assert layout.num_seqs and not layout.is_fresh(0)
 
 
 def test_padding_needs_pages_and_decoding() -> None:

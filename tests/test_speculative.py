@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from anabranch.engine.stage_clock import StageClock
 from anabranch.engine.stats import SpeculativeStats
-from anabranch.speculative.adaptive import FRESH, RETRY_STEPS, AdaptiveDrafts
+from anabranch.speculative.adaptive import FRESH, RETRY_STEPS, TRIAL_STEPS, AdaptiveDrafts, Times
 from anabranch.speculative.ngram import NgramIndex
 
 pytest.importorskip("transformers")
@@ -33,6 +33,7 @@ from tiny_models import (
     tiny,
 )
 
+from anabranch.engine import engine as engine_module
 from anabranch.engine.llm import LLM
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.sequence import Origin
@@ -291,7 +292,7 @@ def test_batch_sizes_are_judged_apart() -> None:
         adaptive.count(2, 2)
     for batch, slow in ((1, 1.1), (64, 9.0)):
         for number in adaptive.choices:
-            for _ in range(FRESH):
+            for _ in range(1 + FRESH):
                 adaptive.observe(batch, number, slow if number else 1.0)
     assert adaptive.choose(1) == 2
     assert adaptive.choose(64) == 0
@@ -305,19 +306,36 @@ def test_all_and_none_are_tried_first_and_the_others_later() -> None:
     for _ in range(6 * RETRY_STEPS):
         tried.append(adaptive.choose(1))
         adaptive.observe(1, tried[-1], 1.0)
-    assert tried[: 2 * FRESH] == [4] * FRESH + [0] * FRESH
+    first = 1 + FRESH
+    assert tried[: 2 * first] == [4] * first + [0] * first
     assert set(tried) == {0, 1, 2, 4}
+    assert [len(list(run)) for number, run in itertools.groupby(tried) if number in (1, 2)] == [
+        TRIAL_STEPS
+    ] * 4
 
 
 def test_one_slow_step_changes_nothing() -> None:
     adaptive = AdaptiveDrafts(4)
-    for ms in (90.0, 1.2):  # the first verification was held up
+    for ms in (1.2, 90.0, 1.2):  # a verification was held up
         assert adaptive.choose(1) == 4
         adaptive.observe(1, 4, ms)
-    for _ in range(FRESH):
+    for _ in range(1 + FRESH):
         assert adaptive.choose(1) == 0
         adaptive.observe(1, 0, 1.0)
     assert adaptive.choose(1) == 4
+
+
+def test_the_first_step_after_a_change_says_nothing() -> None:
+    """It catches up, or has nothing to overlap with."""
+    adaptive, before = AdaptiveDrafts(4), -1
+    for _ in range(6 * RETRY_STEPS):
+        number = adaptive.choose(1)
+        adaptive.count(number, min(number, 1))
+        adaptive.observe(1, number, FLAT[number] if number == before else 5.0)
+        before = number
+    for number, ms in FLAT.items():
+        tokens = adaptive.expected_tokens(number)
+        assert adaptive.gain(1, number) == pytest.approx(1e3 * tokens / ms)
 
 
 def test_off_means_all() -> None:
@@ -325,7 +343,48 @@ def test_off_means_all() -> None:
     assert drive(fixed, 100, ms=STEEP, accepted=0.0) == 4
 
 
-COSTS = {"model": 1.0, "scoring": 9.0, "proposal": 0.0, "sampling": 0.0, "verification": 0.0}
+def test_asking_in_vain_counts() -> None:
+    adaptive = AdaptiveDrafts(4)
+    for _ in range(60):
+        adaptive.count(4, 0)  # drafted or not: nothing came of it
+    assert adaptive.expected_tokens(4) < 1.01
+    assert drive(adaptive, 100, ms={0: 1.0, 1: 1.05, 2: 1.05, 4: 1.05}, accepted=0.0) == 0
+
+
+def test_steps_with_and_without_drafts_count_alike() -> None:
+    """A third of the steps that may have drafts get some: that third is not an exception."""
+    times = Times()
+    for ms in (1.0, 1.0, 4.0) * 3:
+        times.add(ms)
+    assert times.value == pytest.approx(2.0)
+    times.add(90.0)  # held up
+    assert times.value == pytest.approx((1.0 * 5 + 4.0 * 3) / 8)
+
+
+COSTS = {
+    "catch-up": 8.0,
+    "model": 1.0,
+    "scoring": 9.0,
+    "proposal": 0.0,
+    "sampling": 0.0,
+    "verification": 0.0,
+}
+
+
+class Clock:
+    """A clock that runs by what the stages of a step cost, and by nothing else."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, costs: dict[str, float]) -> None:
+        self.now = 0.0
+        self.costs = dict(costs)
+
+        def read(clock: StageClock) -> dict[str, float]:
+            times = {name: self.costs[name] for name, *_ in clock._marks}
+            self.now += sum(times.values()) / 1e3
+            return times
+
+        monkeypatch.setattr(StageClock, "read", read)
+        monkeypatch.setattr(engine_module.time, "perf_counter", lambda: self.now)
 
 
 @pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
@@ -333,16 +392,72 @@ COSTS = {"model": 1.0, "scoring": 9.0, "proposal": 0.0, "sampling": 0.0, "verifi
 def test_an_engine_gives_drafts_up_and_tries_again(
     speculative: Any, like_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def read(clock: StageClock) -> dict[str, float]:
-        return {name: COSTS[name] for name, *_ in clock._marks}
-
-    monkeypatch.setattr(StageClock, "read", read)
+    Clock(monkeypatch, COSTS)
     llm = tiny(speculative=speculative | {"adaptive": True})
     if like_gpu:
         as_on_gpu(llm)
+    asked: list[int] = []
+    prepare = llm.engine._proposer.prepare  # type: ignore[union-attr]
+
+    def counted_prepare(seqs: Any, num_drafts: int) -> None:
+        asked.append(num_drafts)
+        prepare(seqs, num_drafts)
+
+    monkeypatch.setattr(llm.engine._proposer, "prepare", counted_prepare)
     params = replace(GREEDY, max_tokens=200)
     assert outputs(llm, [PROMPTS[4]], params) == one_by_one(tiny(), [PROMPTS[4]], params)
     assert llm.engine.adaptive.reason.startswith("speculation off")
-    tried = llm.stats.speculative.num_drafts
-    first = FRESH + 1  # a step may be chosen before the one ahead of it was measured
-    assert FRESH < tried <= first + 200 / RETRY_STEPS, "now and then after the first tries"
+    assert llm.stats.speculative.num_drafts > FRESH
+    first = 1 + FRESH
+    assert asked[:first] == [4] * first
+    assert TRIAL_STEPS <= len(asked) - first <= 20, "now and then"
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+def test_looking_up_in_vain_is_given_up(like_gpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is ever found, but every step that looks waits for the one before it."""
+    clock = Clock(monkeypatch, COSTS)
+    llm = tiny(speculative=NGRAM | {"adaptive": True})
+    if like_gpu:
+        as_on_gpu(llm)
+    looks = 0
+
+    def propose(*_: Any) -> list[int]:
+        nonlocal looks
+        looks += 1
+        clock.now += 0.2 / 1e3
+        return []
+
+    monkeypatch.setattr(NgramIndex, "propose", propose)
+    outputs(llm, [PROMPTS[4]], replace(GREEDY, max_tokens=200))
+    assert llm.stats.speculative.num_drafts == 0
+    assert llm.engine.adaptive.reason.startswith("speculation off")
+    assert "1.20 times" in llm.engine.adaptive.reason
+    assert FRESH < looks < 20, "then and now"
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+def test_catching_up_is_bounded_and_no_reason_against_drafts(
+    like_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafts are slow at first; when they are not any more, the way back is not their cost."""
+    clock = Clock(monkeypatch, COSTS)
+    llm = tiny(speculative=SELF | {"adaptive": True})
+    if like_gpu:
+        as_on_gpu(llm)
+    adaptive, behind = llm.engine.adaptive, list[int]()
+    chain = llm.engine._launcher._built.draft
+    assert chain is not None
+    run = chain.runner.run
+
+    def counted_run(step: Any) -> Any:
+        behind.extend(part.num_tokens for part in step if part.start >= part.seq.prompt_len)
+        return run(step)
+
+    monkeypatch.setattr(chain.runner, "run", counted_run)
+    for _ in llm.stream(PROMPTS[4], replace(GREEDY, max_tokens=230)):
+        if adaptive.reason.startswith("speculation off"):
+            clock.costs["scoring"] = 1.1
+    assert "a step" in adaptive.reason and "off" not in adaptive.reason
+    assert behind and max(behind) <= RETRY_STEPS + FRESH + 3, "with the first steps without"
+    assert llm.stats.stage_ms["catch-up"] >= COSTS["catch-up"] * len(behind)

@@ -16,6 +16,8 @@ from anabranch.engine.graphs import GraphKey, Graphs, graph_batches
 from anabranch.engine.llm import LLM
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.models import load_model, smollm2_directory
+from anabranch.speculative.adaptive import draft_numbers
+from anabranch.speculative.draft_chain import chain_keys
 
 VOCAB, EOS = 97, 1
 SHAPE: dict[str, Any] = {
@@ -112,13 +114,13 @@ def random_prompts(seed: int = 0, lengths: Sequence[int] = (1, 3, 15, 16, 17, 40
     return [p if i % 2 else p[: max(len(p) // 3, 1)] * 3 for i, p in enumerate(found)]
 
 
-class CalledGraphs(Graphs):
+class CalledGraphs(Graphs[Any]):
     """Shapes as of captured graphs, run by calling the model: padding without a GPU."""
 
-    def capture(self, key: GraphKey, forward: Callable[[], torch.Tensor]) -> None:
+    def capture(self, key: Any, forward: Callable[[], torch.Tensor]) -> None:
         self._graphs[key] = forward  # type: ignore[assignment]
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
+    def replay(self, key: Any) -> torch.Tensor:
         return self._graphs[key]()  # type: ignore[operator]
 
 
@@ -126,13 +128,18 @@ def as_on_gpu(llm: LLM) -> LLM:
     """Steps in flight while the next is scheduled, and graphs of fixed shapes."""
     engine = llm.engine
     built = engine._launcher._built
-    lengths = {1, 1 + built.limits.max_drafts}
-    for runner, q_lens in ((built.runner, lengths), (built.draft, (1, 2))):
-        if runner is None:
-            continue
-        runner.graphs = CalledGraphs()
-        batches = graph_batches(built.limits.max_num_seqs)
-        runner.capture([GraphKey(q_len, batch) for q_len in q_lens for batch in batches])
+    limits, chain = built.limits, built.draft
+    batches = graph_batches(limits.max_num_seqs)
+    built.runner.graphs = CalledGraphs()
+    built.runner.capture(
+        [GraphKey(q_len, batch) for q_len in {1, 1 + limits.max_drafts} for batch in batches]
+    )
+    runners = [built.runner]
+    if chain is not None:
+        chain.graphs = CalledGraphs()
+        chain.capture(chain_keys(draft_numbers(limits.max_drafts)[1:], batches))
+        runners.append(chain.runner)
+    for runner in runners:
         runner._short = lambda layout: layout.short
     engine._pipelined = engine._pads = True
     return llm

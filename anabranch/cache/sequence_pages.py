@@ -15,7 +15,11 @@ def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 class SequencePages:
-    """A page table on the host, with the digests of the pages that are full and computed."""
+    """A page table on the host, and the digests of full pages of the sequence's tokens.
+
+    Tokens that were given once never change, so a digest is made once, however often a sequence
+    waits for pages or gives them up.
+    """
 
     def __init__(self, pool: PagePool, page_size: int, root: bytes = b"") -> None:
         self.pool = pool
@@ -23,6 +27,7 @@ class SequencePages:
         self.root = root  # prefixes are shared among sequences of the same root only
         self.pages: list[int] = []
         self._digests: list[bytes] = []
+        self._num_findable = 0  # pages that are full, computed and known to the pool
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """Share the pages that hold a prefix of `tokens`; how many tokens that are.
@@ -30,15 +35,13 @@ class SequencePages:
         The last token is never matched: it must be computed for its logits.
         """
         assert not self.pages
-        parent = self.root
-        for start in range(0, (len(tokens) - 1) // self.page_size * self.page_size, self.page_size):
-            parent = page_digest(parent, tokens[start : start + self.page_size])
-            page = self.pool.find(parent)
+        for index in range((len(tokens) - 1) // self.page_size):
+            page = self.pool.find(self._digest(tokens, index))
             if page is None:
                 break
             self.pool.share(page)
             self.pages.append(page)
-            self._digests.append(parent)
+        self._num_findable = len(self.pages)
         return len(self.pages) * self.page_size
 
     def num_missing(self, num_tokens: int) -> int:
@@ -56,16 +59,21 @@ class SequencePages:
     def remember(self, tokens: Sequence[int], num_computed: int) -> None:
         """Make pages findable whose tokens are all known and computed."""
         full = min(num_computed, len(tokens)) // self.page_size
-        for index in range(len(self._digests), full):
-            parent = self._digests[-1] if self._digests else self.root
-            start = index * self.page_size
-            digest = page_digest(parent, tokens[start : start + self.page_size])
-            self._digests.append(digest)
-            self.pool.remember(self.pages[index], digest)
+        for index in range(self._num_findable, full):
+            self.pool.remember(self.pages[index], self._digest(tokens, index))
+        self._num_findable = max(full, self._num_findable)
 
     def release(self) -> None:
         """Give all pages back, the last first: a prefix outlives what follows it."""
         for page in reversed(self.pages):
             self.pool.release(page)
         self.pages.clear()
-        self._digests.clear()
+        self._num_findable = 0
+
+    def _digest(self, tokens: Sequence[int], index: int) -> bytes:
+        """Of a full page; those before it have been asked for already."""
+        if index == len(self._digests):
+            parent = self._digests[-1] if self._digests else self.root
+            start = index * self.page_size
+            self._digests.append(page_digest(parent, tokens[start : start + self.page_size]))
+        return self._digests[index]

@@ -57,6 +57,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
     join_projections: bool = True
+    fused_merge: bool = True  # parts of attention are merged where they are made, in one launch
     seed: int | None = None  # of requests that give none
 
     def __post_init__(self) -> None:

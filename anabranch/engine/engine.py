@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from typing import Any
 
 from anabranch.cache.page_pool import PagePool
 from anabranch.cache.sequence_pages import SequencePages
 from anabranch.engine.arrivals import arrive
-from anabranch.engine.build import Built, build, text_config, vocab_size
+from anabranch.engine.build import Built, build, eos_ids, vocab_size
 from anabranch.engine.config import EngineConfig
-from anabranch.engine.launch import Launched, Launcher
+from anabranch.engine.launch import Asked, Launched, Launcher
 from anabranch.engine.layout import short_first
 from anabranch.engine.prompts import Prompt, encode_prompt
 from anabranch.engine.request import Request
@@ -47,12 +46,12 @@ class Engine:
         self.tokenizer = built.target.tokenizer
         self.model_config = built.target.config
         self.vocab_size = vocab_size(built.target)
-        self.eos_ids = _eos_ids(built)
+        self.eos_ids = eos_ids(built)
         self.stats = EngineStats()
         self.pool = PagePool(built.limits.num_pages)
         self.scheduler = Scheduler(self.pool, self.limits.max_num_seqs, self.limits.max_num_tokens)
         sampler = Sampler(self.limits.max_num_seqs, self.vocab_size, self.device)
-        self._proposer = _make_proposer(config, built, sampler)
+        self._proposer = _make_proposer(config, built)
         self.adaptive = AdaptiveDrafts(
             built.limits.max_drafts,
             enabled=config.speculative is not None and config.speculative.adaptive,
@@ -62,6 +61,7 @@ class Engine:
         self._pipelined = self.device.type == "cuda"
         self._pads = len(built.runner.graphs) > 0  # graphs hold equally many tokens of all
         self._flying: Launched | None = None
+        self._landed_at = 0.0  # seconds of time.perf_counter
 
     @property
     def num_running(self) -> int:
@@ -117,6 +117,11 @@ class Engine:
             raise ValueError(f"token id {wrong} is not in the vocabulary of {self.vocab_size}")
         if params.stop and self.tokenizer is None:
             raise ValueError("this model has no tokenizer: stop strings cannot be seen")
+        if params.speculate and self._proposer is None:
+            raise ValueError(
+                "speculate=True needs an engine with drafts: give LLM or EngineConfig "
+                "speculative, such as SpeculativeConfig(method='ngram')"
+            )
         for name in ("logprobs", "prompt_logprobs"):
             wanted = getattr(params, name)
             if wanted is not None and wanted > self.vocab_size:
@@ -160,14 +165,16 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; the requests that have new tokens or are over."""
         changed: list[Request] = []
+        began, batch = time.perf_counter(), len(self.scheduler.running)
         num_drafts = self._choose_drafts()
+        asked = Asked(began, batch, num_drafts)
         if self._flying and (num_drafts or self._flying.has_drafts):
             changed += self._land()
         self._draft_on_host(num_drafts)
         step = short_first(self.scheduler.schedule())
         if self._pads and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)
-        launched = self._launcher.launch(step, self.stats.num_steps) if step else None
+        launched = self._launcher.launch(step, self.stats.num_steps, asked) if step else None
         self.stats.num_steps += launched is not None
         self.stats.num_preemptions = self.scheduler.num_preemptions
         self.stats.num_cached_tokens = self.scheduler.num_cached_tokens
@@ -179,7 +186,9 @@ class Engine:
         return changed
 
     def _choose_drafts(self) -> int:
-        if self._proposer is None or not any(seq.speculates for seq in self.scheduler.running):
+        """How many drafts each sequence that is decoding should get at most."""
+        ready = any(seq.speculates and seq.decoding for seq in self.scheduler.running)
+        if self._proposer is None or not ready:
             return 0
         return self.adaptive.choose(len(self.scheduler.running))
 
@@ -193,8 +202,8 @@ class Engine:
         self._proposer.prepare(ready, num_drafts)
         if not self._proposer.on_device:
             self.stats.add_times({"proposal": 1e3 * (time.perf_counter() - start)})
-        for seq in ready:  # the token behind the last draft is one more
-            seq.num_drafts = min(seq.num_drafts, seq.max_tokens - seq.num_output - 1)
+        for seq in ready:
+            seq.num_drafts = min(seq.num_drafts, _room(seq))
 
     def _land(self) -> list[Request]:
         """Take in the results of the step in flight."""
@@ -202,6 +211,7 @@ class Engine:
         assert launched is not None
         samples = launched.samples.wait() if launched.samples else None
         times = launched.clock.read()
+        now = time.perf_counter()
         self.stats.add_times(times)
         self.stats.num_graph_steps += launched.graphed
         changed: dict[str, Request] = {}
@@ -216,8 +226,10 @@ class Engine:
             elif not run.seq.finished:
                 self._land_chunk(run, launched)
         if self._proposer is not None and all(run.decoding for run in launched.step):
-            most = max(run.num_drafts for run in launched.step)
-            self.adaptive.observe(len(launched.step), most, sum(times.values()))
+            asked = launched.asked
+            began = max(asked.at, self._landed_at)  # what the host did in between counts
+            self.adaptive.observe(asked.batch, asked.num_drafts, 1e3 * (now - began))
+        self._landed_at = now
         return list(changed.values())
 
     def _land_run(
@@ -234,7 +246,7 @@ class Engine:
             return  # aborted, or stopped while this step was in flight
         request = self._requests[seq.request_id]
         accepted = len(tokens) - 1
-        self._count(run, accepted)
+        self._count(run, accepted, launched.asked.num_drafts)
         if seq.row is not None:  # not preempted meanwhile
             seq.num_computed += accepted
         self._land_prompt(run, launched)
@@ -276,10 +288,11 @@ class Engine:
         if self.config.prefix_caching:
             seq.pages.remember(seq.tokens, computed)
 
-    def _count(self, run: Scheduled, accepted: int) -> None:
+    def _count(self, run: Scheduled, accepted: int, asked: int) -> None:
         if run.num_drafts:
             self.stats.speculative.count(run.num_drafts, accepted, self.limits.max_drafts)
-            self.adaptive.count(run.num_drafts, accepted)
+        if run.decoding and run.seq.speculates:
+            self.adaptive.count(min(asked, _room(run.seq)), accepted)
 
     def _forget(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
@@ -287,23 +300,16 @@ class Engine:
             self._proposer.forget(seq)
 
 
-def _eos_ids(built: Built) -> set[int]:
-    """Tokens of the vocabulary that end a text, by the generation config and the tokenizer."""
-    generation: Any = getattr(built.target.model, "generation_config", None)
-    given: Any = getattr(generation, "eos_token_id", None)
-    if given is None:
-        given = text_config(built.target).eos_token_id
-    ids: set[int] = {given} if isinstance(given, int) else set(given or ())
-    of_tokenizer: Any = getattr(built.target.tokenizer, "eos_token_id", None)
-    ids |= set() if of_tokenizer is None else {of_tokenizer}
-    return {token for token in ids if 0 <= token < vocab_size(built.target)}
+def _room(seq: Sequence) -> int:
+    """Drafts a sequence may have: the token behind the last one is one more."""
+    return seq.max_tokens - seq.num_output - 1
 
 
-def _make_proposer(config: EngineConfig, built: Built, sampler: Sampler) -> Proposer | None:
+def _make_proposer(config: EngineConfig, built: Built) -> Proposer | None:
     speculative = config.speculative
     if speculative is None:
         return None
     if built.draft is None:
         return NgramProposer(speculative.min_ngram, speculative.max_ngram)
     budget = built.limits.max_num_tokens + built.limits.max_num_seqs
-    return DraftProposer(built.draft, sampler, built.unseen, budget)
+    return DraftProposer(built.draft, budget)

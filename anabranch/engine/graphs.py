@@ -1,19 +1,22 @@
-"""CUDA graphs of whole steps, one for each batch size and number of tokens a sequence."""
+"""CUDA graphs of whole steps, one for each shape that a step may have."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from anabranch.engine.layout import Scorer
 
 WARM_UPS = 2  # the first compiles kernels, the second sees them compiled
+Progress = Callable[[str, int, int], None]  # what, done, of
+Key = TypeVar("Key", bound=tuple[int, ...])
+Forward = Callable[[], torch.Tensor]
 
 
 class GraphKey(NamedTuple):
-    """A shape that a graph is captured for."""
+    """The shape of a step in which every sequence runs equally many tokens."""
 
     q_len: int  # tokens of a sequence
     batch: int  # sequences
@@ -34,34 +37,50 @@ def graph_batches(max_num_seqs: int) -> list[int]:
     return [*small, *range(16, max_num_seqs, 8), max_num_seqs]
 
 
-class Graphs:
+class Graphs(Generic[Key]):
     """Captured graphs, which share their memory: only one runs at a time."""
 
-    def __init__(self) -> None:
-        self._graphs: dict[GraphKey, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
-        self._pool: Any = None
+    def __init__(self, pool: Any = None) -> None:
+        self._graphs: dict[Key, tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
+        self.pool = pool  # memory, of which other graphs may take as well
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def capture(self, key: GraphKey, forward: Callable[[], torch.Tensor]) -> None:
+    def __contains__(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def capture_all(
+        self,
+        keys: Sequence[Key],
+        prepare: Callable[[Key], Forward],
+        progress: Progress | None = None,
+    ) -> None:
+        """Capture every shape, ascending, after `prepare` has put inert inputs in place."""
+        for done, key in enumerate(sorted(keys)):
+            if progress:
+                progress("capturing graphs", done, len(keys))
+            self.capture(key, prepare(key))
+        if progress:
+            progress("capturing graphs", len(keys), len(keys))
+
+    def capture(self, key: Key, forward: Forward) -> None:
         """Run once to compile, then record."""
         for _ in range(WARM_UPS):
             forward()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            logits = forward()
-        self._pool = self._pool or graph.pool()
-        self._graphs[key] = graph, logits
+        with torch.cuda.graph(graph, pool=self.pool):
+            output = forward()
+        self.pool = self.pool or graph.pool()
+        self._graphs[key] = graph, output
 
-    def fitting(self, batch: int, q_len: int) -> GraphKey | None:
-        """The smallest captured shape that holds a batch."""
-        sizes = [key for key in self._graphs if key.q_len == q_len and key.batch >= batch]
-        return min(sizes, default=None)
+    def fitting(self, fits: Callable[[Key], bool]) -> Key | None:
+        """The smallest captured shape that fits."""
+        return min((key for key in self._graphs if fits(key)), default=None)
 
-    def replay(self, key: GraphKey) -> torch.Tensor:
+    def replay(self, key: Key) -> torch.Tensor:
         """Run a graph over what is in the input buffers."""
-        graph, logits = self._graphs[key]
+        graph, output = self._graphs[key]
         graph.replay()
-        return logits
+        return output

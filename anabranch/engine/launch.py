@@ -23,6 +23,14 @@ from anabranch.engine.stage_clock import StageClock
 from anabranch.speculative.proposer import Proposer
 
 
+class Asked(NamedTuple):
+    """What was wanted of a step before it was scheduled."""
+
+    at: float  # seconds of time.perf_counter
+    batch: int  # sequences that were running
+    num_drafts: int  # for each of them, at most
+
+
 class PendingPrompt(NamedTuple):
     """Logprobs of a chunk of a prompt, on their way to the host."""
 
@@ -47,6 +55,7 @@ class Launched:
     """A step in flight."""
 
     number: int
+    asked: Asked
     step: list[Scheduled]
     samples: PendingSamples | None
     clock: StageClock
@@ -72,22 +81,21 @@ class Launcher:
         self._owners: dict[int, Sequence] = {}
 
     @torch.inference_mode()
-    def launch(self, step: list[Scheduled], number: int) -> Launched:
+    def launch(self, step: list[Scheduled], number: int, asked: Asked) -> Launched:
         """Everything of a step up to the copy of its tokens."""
         clock = StageClock(self._built.device)
         self._own_rows(step)
         drafts = any(run.num_drafts for run in step)
         probs = None
         if self._proposer is not None and self._proposer.on_device:
-            with clock.stage("proposal"):
-                probs = self._proposer.propose(step)
+            probs = self._proposer.propose(step, clock)
         with clock.stage("scoring" if drafts else "model"):
             logits = self._built.runner.run(step)
             graphed = logits.every is not None
             logits = self._only_sampled(step, logits)
         with clock.stage("verification" if drafts else "sampling"):
             samples, prompts = self._sample(step, logits, probs)
-        return Launched(number, step, samples, clock, graphed, prompts)
+        return Launched(number, asked, step, samples, clock, graphed, prompts)
 
     def _own_rows(self, step: list[Scheduled]) -> None:
         """Tell the sampler about sequences that have a new row."""

@@ -58,6 +58,10 @@ class Layout:
             return int(self.cu_seqlens[self.num_short]), self.num_short
         return None
 
+    def is_fresh(self, first: int) -> bool:
+        """Whether all keys of the sequences from `first` on are tokens of this step."""
+        return np.array_equal(self.seq_lens[first:], np.diff(self.cu_seqlens)[first:])
+
 
 def short_first(step: list[Scheduled]) -> list[Scheduled]:
     """Sequences with few queries before the others, as attention wants them."""
@@ -77,8 +81,7 @@ def lay_out(
         place = np.arange(run.start, run.start + run.num_tokens)
         last = run.start + run.num_tokens - run.num_padding - 1
         positions[start:stop] = np.minimum(place, last)  # padding may lie behind the context
-        pages = np.array(run.seq.pages.pages, np.int64)
-        slots[start:stop] = pages[place // page_size] * page_size + place % page_size
+        slots[start:stop] = _slots(run, place, page_size)
         rows.append(_logit_rows(run, start, every_row))
     cu_seqlens, seq_lens, pages = _sequences(step, bounds, scorer)
     logit_rows = np.concatenate(rows) if rows else np.empty(0, np.int64)
@@ -87,6 +90,12 @@ def lay_out(
     return Layout(
         ids, sources, positions, slots, cu_seqlens, seq_lens, pages, logit_rows, num_short
     )
+
+
+def _slots(run: Scheduled, place: Ints, page_size: int) -> Ints:
+    first, stop = run.start // page_size, (run.start + run.num_tokens - 1) // page_size + 1
+    pages = np.array(run.seq.pages.pages[first:stop], np.int64)
+    return pages[place // page_size - first] * page_size + place % page_size
 
 
 def _fill_ids(run: Scheduled, ids: Ints, sources: Ints, table_width: int) -> None:
@@ -100,7 +109,7 @@ def _fill_ids(run: Scheduled, ids: Ints, sources: Ints, table_width: int) -> Non
     if run.seq.drafts:
         ids[drafts] = run.seq.drafts[: run.num_drafts]
     elif run.num_drafts:
-        sources[drafts] = row * table_width + 1 + run.first_draft + np.arange(run.num_drafts)
+        sources[drafts] = row * table_width + 1 + np.arange(run.num_drafts)
 
 
 def _logit_rows(run: Scheduled, start: int, every_row: bool) -> Ints:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -11,13 +11,11 @@ from torch import nn
 
 from anabranch.cache.kv_cache import LayerCache
 from anabranch.engine.attention import Layers, bind_layers, running
-from anabranch.engine.graphs import GraphKey, Graphs
+from anabranch.engine.graphs import Forward, GraphKey, Graphs, Progress
 from anabranch.engine.inputs import StepInputs
 from anabranch.engine.layout import Layout, Scorer, lay_out
 from anabranch.engine.scheduler import Scheduled
 from anabranch.engine.step import Step
-
-Progress = Callable[[str, int, int], None]  # what, done, of
 
 
 class StepLogits(NamedTuple):
@@ -38,11 +36,14 @@ class Runner:
         inputs: Sequence[StepInputs],  # from small to large; graphs read the first
         unseen: torch.Tensor,  # int64 [max_num_seqs, width]: tokens the host has not seen
         scorer: Scorer,
+        *,
+        fused_merge: bool = True,
     ) -> None:
         self.model = model
+        self._fused_merge = fused_merge
         self.scorer = scorer
         self.page_size = caches[0].k.shape[1]
-        self.graphs = Graphs()
+        self.graphs: Graphs[GraphKey] = Graphs()
         self._inputs = inputs
         self._unseen = unseen
         self._layers = list(layers)
@@ -58,7 +59,9 @@ class Runner:
             return StepLogits(self.graphs.replay(key)[: layout.num_tokens], key.q_len)
         inputs = self._fitting(layout)
         inputs.load(layout, layout.num_tokens, layout.num_seqs)
-        attending = inputs.step(layout.num_tokens, layout.num_seqs, self._short(layout))
+        short = self._short(layout)
+        is_fresh = layout.is_fresh(short[1] if short else 0)
+        attending = inputs.step(layout.num_tokens, layout.num_seqs, short, is_fresh=is_fresh)
         rows = inputs.logit_rows(len(layout.logit_rows))
         return StepLogits(self._forward(inputs, attending, layout.num_tokens, rows), None)
 
@@ -77,18 +80,30 @@ class Runner:
         """On a GPU, decodes among prefills are attended to with tiles of their own."""
         return layout.short if self._unseen.is_cuda else None
 
-    def _forward(
-        self, inputs: StepInputs, step: Step, num_tokens: int, rows: torch.Tensor | int
+    def forward(
+        self,
+        ids: torch.Tensor,  # int64 [num_tokens]
+        positions: torch.Tensor,  # int64 [num_tokens]
+        step: Step,
+        rows: torch.Tensor | int,
     ) -> torch.Tensor:
-        """The model over what the buffers hold; 0 rows ask for the logits of every token."""
+        """Logits of these rows, or, for 0, of every token; all on the device."""
+        step.fused_merge = self._fused_merge
         with running(self._slot, step):
             outputs = self.model(
-                input_ids=inputs.ids(num_tokens, self._unseen)[None],
-                position_ids=inputs.positions(num_tokens)[None],
+                input_ids=ids[None],
+                position_ids=positions[None],
                 use_cache=False,
                 logits_to_keep=rows,
             )
         return outputs.logits[0]
+
+    def _forward(
+        self, inputs: StepInputs, step: Step, num_tokens: int, rows: torch.Tensor | int
+    ) -> torch.Tensor:
+        """The model over what the buffers hold."""
+        ids = inputs.ids(num_tokens, self._unseen)
+        return self.forward(ids, inputs.positions(num_tokens), step, rows)
 
     def compile_layers(self) -> None:
         """Compile decoder layers, one code for all of them: what is elementwise is fused."""
@@ -106,16 +121,13 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, keys: Sequence[GraphKey], progress: Progress | None = None) -> None:
-        """Capture a graph for each shape, ascending, so that a step is one launch."""
-        inputs = self._inputs[0]
-        for done, key in enumerate(sorted(keys)):
-            if progress:
-                progress("capturing graphs", done, len(keys))
-            num_tokens, num_seqs = key.num_tokens, key.num_seqs(self.scorer)
-            inputs.load(self._lay_out([], every_row=True), num_tokens, num_seqs)
-            self.graphs.capture(key, partial(self._captured, num_tokens, num_seqs))
-        if progress:
-            progress("capturing graphs", len(keys), len(keys))
+        """Capture a graph for each shape, so that a step is one launch."""
+        self.graphs.capture_all(keys, self._inert, progress)
+
+    def _inert(self, key: GraphKey) -> Forward:
+        num_tokens, num_seqs = key.num_tokens, key.num_seqs(self.scorer)
+        self._inputs[0].load(self._lay_out([], every_row=True), num_tokens, num_seqs)
+        return partial(self._captured, num_tokens, num_seqs)
 
     @torch.inference_mode()
     def warm_up(self, shapes: Sequence[GraphKey], progress: Progress | None = None) -> None:
@@ -137,6 +149,7 @@ class Runner:
         lengths = {run.num_tokens for run in step}
         if len(lengths) != 1 or not all(run.samples for run in step):
             return None
-        if any(run.seq.params.prompt_logprobs is not None and not run.decoding for run in step):
+        if any(run.scores_prompt for run in step):
             return None
-        return self.graphs.fitting(len(step), lengths.pop())
+        q_len, batch = lengths.pop(), len(step)
+        return self.graphs.fitting(lambda key: key.q_len == q_len and key.batch >= batch)

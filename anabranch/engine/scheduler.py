@@ -23,7 +23,6 @@ class Scheduled:
     num_tokens: int
     num_drafts: int = 0
     num_padding: int = 0  # positions computed for the sake of an equal number for all
-    first_draft: int = 0  # which of the sequence's drafts comes first
     samples: bool = True  # the sequence is computed to its end and gets a token
     by_draft_model: bool = False
 
@@ -35,7 +34,7 @@ class Scheduled:
     @property
     def scores_prompt(self) -> bool:
         """Whether logits of the prompt's own tokens are wanted."""
-        wanted = self.seq.params.prompt_logprobs is not None and not self.by_draft_model
+        wanted = self.seq.scores_prompt and not self.by_draft_model
         return wanted and self.start < self.seq.prompt_len
 
     @property
@@ -122,7 +121,7 @@ class Scheduler:
         if seq.num_pending:
             return None  # preempted while a step was in flight, which has not landed yet
         cached = 0
-        if seq.params.prompt_logprobs is None:
+        if not seq.scores_prompt:  # what is found in the cache has no logits
             cached = seq.pages.match_prefix(seq.tokens)
         if seq.pages.num_missing(seq.length) > self.pool.num_free:
             seq.pages.release()

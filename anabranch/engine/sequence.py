@@ -77,6 +77,11 @@ class Sequence:
         return self.num_uncomputed == 1 and self.length > self.prompt_len
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether it computes logprobs of the prompt: one of n sequences does so for all."""
+        return self.params.prompt_logprobs is not None and self.index == 0
+
+    @property
     def exhausted(self) -> bool:
         """Whether the tokens known and pending are all it may have."""
         return self.length - self.prompt_len >= self.max_tokens

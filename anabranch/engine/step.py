@@ -10,6 +10,7 @@ import torch
 from anabranch.append import append_kv
 from anabranch.attend import attend
 from anabranch.cache.kv_cache import LayerCache
+from anabranch.keys import KeySource, RaggedKV
 from anabranch.plan import Plan, make_plan
 
 
@@ -20,6 +21,13 @@ class Group(NamedTuple):
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], from 0
     seq_lens: torch.Tensor  # int32 [num_seqs], with the tokens of this step
     page_table: torch.Tensor  # int32 [num_seqs, max_pages]
+    is_fresh: bool = False  # all keys of these sequences are new: pages need not be read
+
+    def keys(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> KeySource:
+        """The keys of these sequences, given the step's new ones."""
+        if self.is_fresh:
+            return RaggedKV(k[self.tokens], v[self.tokens], self.cu_seqlens_q)
+        return cache.keys(self.page_table, self.seq_lens)
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +36,7 @@ class Step:
 
     groups: list[Group]
     slot_mapping: torch.Tensor  # int64 [num_tokens], negative for tokens that are not kept
+    fused_merge: bool = True
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict[tuple[object, ...], Plan])
 
     def attend(
@@ -45,31 +54,37 @@ class Step:
         """Keep the new keys, and attend from the new tokens to all of their sequences'."""
         first = self.groups[0]
         append_kv(cache.keys(first.page_table, first.seq_lens), k, v, self.slot_mapping)
-        outs = [
-            attend(
+        outs: list[torch.Tensor] = []
+        for group in self.groups:
+            keys = group.keys(k, v, cache)
+            state = attend(
                 q[group.tokens],
-                cache.keys(group.page_table, group.seq_lens),
+                keys,
                 cu_seqlens_q=group.cu_seqlens_q,
                 window=window,
                 softcap=softcap,
                 scale=scale,
                 sinks=sinks,
-                plan=self._plan(q, group, cache, window),
-            ).out
-            for group in self.groups
-        ]
+                plan=self._plan(q, group, keys, window),
+            )
+            outs.append(state.out)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     def _plan(
-        self, q: torch.Tensor, group: Group, cache: LayerCache, window: int | None
+        self, q: torch.Tensor, group: Group, keys: KeySource, window: int | None
     ) -> Plan | None:
         if q.device.type == "cpu":
             return None
-        shapes = (q.shape[1:], q.dtype, cache.k.shape[2:], cache.v.shape[2:])
+        shapes = (q.shape[1:], q.dtype, keys.k.shape[-2:], keys.v.shape[-2:])
         kind = (group.tokens.start, window, *shapes)
         plan = self._plans.get(kind)
         if plan is None:
-            keys = cache.keys(group.page_table, group.seq_lens)
-            plan = make_plan(q[group.tokens], keys, cu_seqlens_q=group.cu_seqlens_q, window=window)
+            plan = make_plan(
+                q[group.tokens],
+                keys,
+                cu_seqlens_q=group.cu_seqlens_q,
+                window=window,
+                fused_merge=self.fused_merge,
+            )
             self._plans[kind] = plan
         return plan

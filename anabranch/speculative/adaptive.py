@@ -1,7 +1,9 @@
 """How many drafts pay: expected tokens of a step against its measured time.
 
 Drafts cost time in proposing and scoring them, more so in large batches, and bring tokens only as
-far as they are accepted. Both are measured while running, and now and then tried again.
+far as they are accepted. Both are measured while running, and now and then tried again. What
+counts is what was asked for: asking costs time even if no drafts come of it, since a step that may
+have drafts waits for the tokens of the one before it.
 """
 
 from __future__ import annotations
@@ -9,14 +11,16 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from statistics import median_low
+from statistics import fmean, median_low
 
 MEMORY = 0.9  # weight of the past in a running mean
-RETRY_STEPS = 50  # until another number of drafts is tried
+RETRY_STEPS = 64  # until another number of drafts is tried
+TRIAL_STEPS = 3  # that it is tried for; the first does not count
 MARGIN = 1.03  # gain that is worth a change
 PRIOR = 0.6  # acceptance assumed before the first draft
 FRESH = 2  # measurements before a time is trusted: the first may have compiled something
-RECENT = 7  # measurements of which the median counts
+RECENT = 9  # measurements that count
+HELD_UP = 10  # times the median: such a step says nothing about the next
 
 log = logging.getLogger("anabranch")
 
@@ -37,7 +41,10 @@ class Mean:
 
 @dataclass(slots=True)
 class Times:
-    """The median of the last few times, the lower of two: a step that was held up counts little."""
+    """The mean of the last few times, but for steps that were held up.
+
+    Not their median: when few of the steps that may have drafts get any, these must count.
+    """
 
     count: int = 0
     _last: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -50,7 +57,14 @@ class Times:
     @property
     def value(self) -> float:
         """Of a step, in milliseconds."""
-        return median_low(self._last)
+        most = HELD_UP * median_low(self._last)
+        return fmean(ms for ms in self._last if ms <= most)
+
+
+def draft_numbers(max_drafts: int) -> list[int]:
+    """Numbers of drafts worth a choice: the most, its halves, and none."""
+    halves = {max_drafts >> shift for shift in range(max_drafts.bit_length())}
+    return sorted({0} | halves)
 
 
 @dataclass(slots=True)
@@ -63,7 +77,10 @@ class AdaptiveDrafts:
     _accepted: list[Mean] = field(default_factory=list[Mean])  # given that all before were
     _ms: dict[tuple[int, int], Times] = field(default_factory=dict[tuple[int, int], Times])
     _since_try: int = 0
+    _trial: int = 0
+    _trial_left: int = 0
     _last: int = -1
+    _before: int = -1  # drafts asked for in the step before
 
     def __post_init__(self) -> None:
         self._accepted = [Mean(PRIOR, 1) for _ in range(self.max_drafts)]
@@ -71,8 +88,7 @@ class AdaptiveDrafts:
     @property
     def choices(self) -> list[int]:
         """Numbers of drafts to choose from."""
-        halves = {self.max_drafts >> shift for shift in range(self.max_drafts.bit_length())}
-        return sorted({0} | halves)
+        return draft_numbers(self.max_drafts)
 
     def choose(self, batch: int) -> int:
         """How many drafts each sequence of the next step should get at most."""
@@ -82,6 +98,9 @@ class AdaptiveDrafts:
         for number in (self.max_drafts, 0):  # times between them are estimated until tried
             if self._measured(bucket, number) is None:
                 return number
+        if self._trial_left:
+            self._trial_left -= 1
+            return self._trial
         best = max(self.choices, key=lambda n: self.gain(bucket, n))
         if self._last in self.choices and best != self._last:
             worth = self.gain(bucket, best) > MARGIN * self.gain(bucket, self._last)
@@ -90,19 +109,28 @@ class AdaptiveDrafts:
         if self._since_try >= RETRY_STEPS:
             self._since_try = 0
             others = [n for n in self.choices if n != best]
-            return min(others, key=lambda n: self._ms.get((bucket, n), Times()).count)
+            self._trial = min(others, key=lambda n: self._ms.get((bucket, n), Times()).count)
+            self._trial_left = TRIAL_STEPS - 1
+            return self._trial
         if best != self._last:
             self._say(bucket, best)
         self._last = best
         return best
 
     def observe(self, batch: int, num_drafts: int, ms: float) -> None:
-        """A step with up to `num_drafts` drafts a sequence took this long."""
-        self._ms.setdefault((batch.bit_length(), num_drafts), Times()).add(ms)
+        """A step for which `num_drafts` drafts a sequence were asked took this long.
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """A sequence had drafts verified."""
-        for position in range(min(accepted + 1, drafted)):
+        The first after a change is not like those that follow it. A draft model catches up with
+        tokens it was not asked about, some RETRY_STEPS of a sequence; and without drafts, only from
+        the second step on does the host work on one while the device works on the next.
+        """
+        if num_drafts == self._before:
+            self._ms.setdefault((batch.bit_length(), num_drafts), Times()).add(ms)
+        self._before = num_drafts
+
+    def count(self, asked: int, accepted: int) -> None:
+        """A sequence was asked for drafts; one that was not made is one not accepted."""
+        for position in range(min(accepted + 1, asked)):
             self._accepted[position].add(float(position < accepted))
 
     def expected_tokens(self, num_drafts: int) -> float:

@@ -1,7 +1,7 @@
 """Drafts by a smaller model, whose keys lie in the same pages as the target's.
 
 The draft model has tensors of its own under the target's page tables. It first computes what it
-has not seen of each sequence, then drafts a token at a time. Nothing is copied to the host.
+has not seen of each sequence, then drafts by a chain of passes. Nothing is copied to the host.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from anabranch.engine.logits import first_argmax
-from anabranch.engine.sample_batch import SampleBatch
 from anabranch.engine.scheduler import Scheduled
+from anabranch.speculative.draft_chain import DraftChain
+from anabranch.speculative.draft_inputs import CATCH_UP
 
 if TYPE_CHECKING:
-    from anabranch.engine.runner import Runner
-    from anabranch.engine.sampler import Sampler
     from anabranch.engine.sequence import Sequence
-
-CATCH_UP = 2  # tokens the draft model has not computed after all drafts were accepted
+    from anabranch.engine.stage_clock import StageClock
 
 
 class DraftProposer:
@@ -29,13 +26,9 @@ class DraftProposer:
 
     on_device = True
 
-    def __init__(
-        self, runner: Runner, sampler: Sampler, unseen: torch.Tensor, max_num_tokens: int
-    ) -> None:
-        self._runner = runner
+    def __init__(self, chain: DraftChain, max_num_tokens: int) -> None:
+        self._chain = chain
         self._max_num_tokens = max_num_tokens
-        self._sampler = sampler
-        self._unseen = unseen  # [max_num_seqs, 1 + max_drafts]
 
     def prepare(self, seqs: Seq[Sequence], num_drafts: int) -> None:
         """Every sequence gets as many as it may have."""
@@ -43,35 +36,25 @@ class DraftProposer:
             seq.drafts = []
             seq.num_drafts = num_drafts
 
-    def propose(self, step: Seq[Scheduled]) -> torch.Tensor | None:
-        """Draft for the runs that have room for drafts; the others are only computed."""
-        followed = [run for run in step if run.seq.speculates]
-        drafting = [run for run in followed if run.num_drafts]
-        if not drafting and all(run.decoding for run in followed):
-            return None  # a token now and then is caught up with later
-        logits = self._catch_up(followed)
+    def propose(self, step: Seq[Scheduled], clock: StageClock) -> torch.Tensor | None:
+        """Draft for the runs that have room for drafts; prompts are only computed.
+
+        A token that is decoded without drafts is caught up with later.
+        """
+        followed = [
+            run for run in step if run.seq.speculates and (run.num_drafts or not run.decoding)
+        ]
+        behind = [part for run in followed for part in _behind(run, self._max_num_tokens)]
+        if behind:
+            with clock.stage("catch-up"):
+                self._catch_up(behind)
         for run in followed:
             run.seq.num_draft_computed = run.start + run.num_known
+        drafting = [run for run in followed if run.num_drafts]
         if not drafting:
             return None
-        most = max(run.num_drafts for run in drafting)
-        probs = None
-        if any(run.seq.params.temperature > 0 for run in drafting):
-            probs = logits.new_zeros(len(drafting), most, logits.shape[1], dtype=torch.float32)
-        for position in range(most):
-            active = [i for i, run in enumerate(drafting) if run.num_drafts > position]
-            runs = [drafting[i] for i in active]
-            rows = self._to_device([run.seq.row or 0 for run in runs])
-            if probs is None:
-                tokens = first_argmax(logits)
-            else:
-                tokens, drawn = self._sampler.propose(logits, _positions(runs, position))
-                probs[self._to_device(active), position] = drawn.float()
-            self._unseen[rows, 1 + position] = tokens
-            runs = [run for run in runs if run.num_drafts > position + 1]
-            if runs:
-                logits = self._runner.run([_after(run, position) for run in runs]).rows
-        return probs
+        with clock.stage("proposal"):
+            return self._chain.draft(drafting)
 
     def finish(self, run: Scheduled, num_accepted: int) -> None:
         """The draft model has computed all drafts but the last."""
@@ -82,52 +65,22 @@ class DraftProposer:
     def forget(self, seq: Sequence) -> None:
         """Pages are the engine's."""
 
-    def _catch_up(self, step: Seq[Scheduled]) -> torch.Tensor:
-        """Compute what the draft model has not seen; logits of the runs that get drafts."""
-        logits: list[torch.Tensor] = []
+    def _catch_up(self, parts: Seq[Scheduled]) -> None:
         batch: list[Scheduled] = []
         num_tokens = 0
-        for run in (part for each in step for part in _behind(each, self._max_num_tokens)):
-            if batch and num_tokens + run.num_tokens > self._max_num_tokens:
-                logits.append(self._run(batch))
+        for part in parts:
+            if batch and num_tokens + part.num_tokens > self._max_num_tokens:
+                self._chain.runner.run(batch)
                 batch, num_tokens = [], 0
-            batch.append(run)
-            num_tokens += run.num_tokens
-        logits.append(self._run(batch))
-        return torch.cat(logits) if len(logits) > 1 else logits[0]
-
-    def _run(self, step: list[Scheduled]) -> torch.Tensor:
-        rows, every = self._runner.run(step)
-        return rows if every is None else rows[every - 1 :: every]
-
-    def _to_device(self, values: list[int]) -> torch.Tensor:
-        tensor = torch.tensor(values, pin_memory=self._unseen.is_cuda)
-        return tensor.to(self._unseen.device, non_blocking=True)
+            batch.append(part)
+            num_tokens += part.num_tokens
+        self._chain.runner.run(batch)
 
 
 def _behind(run: Scheduled, most: int) -> Iterator[Scheduled]:
-    """What the draft model has yet to compute of a run's known tokens, `most` at a time."""
-    stop = run.start + run.num_known
+    """What is to be computed before a run can be drafted for, `most` tokens at a time."""
     start = run.seq.num_draft_computed
-    if run.num_drafts:  # one number of tokens for all, so that a graph fits
-        start = max(min(start, stop - CATCH_UP), 0)
-    while stop - start > most:
-        yield Scheduled(run.seq, start, most, samples=False, by_draft_model=True)
-        start += most
-    samples = run.num_drafts > 0
-    yield Scheduled(run.seq, start, stop - start, samples=samples, by_draft_model=True)
-
-
-def _after(run: Scheduled, position: int) -> Scheduled:
-    """One token: the draft at this position."""
-    start = run.start + run.num_known + position
-    return Scheduled(run.seq, start, 1, 1, first_draft=position, by_draft_model=True)
-
-
-def _positions(runs: list[Scheduled], position: int) -> SampleBatch:
-    """Which token each sequence draws next."""
-    return SampleBatch(
-        rows=[run.seq.row or 0 for run in runs],
-        num_outputs=[run.seq.num_output + position for run in runs],
-        num_drafts=[0] * len(runs),
-    )
+    stop = run.start + run.num_known - (CATCH_UP if run.num_drafts else 0)
+    for begin in range(start, stop, most):
+        count = min(most, stop - begin)
+        yield Scheduled(run.seq, begin, count, samples=False, by_draft_model=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from anabranch.engine.scheduler import Scheduled
     from anabranch.engine.sequence import Sequence
+    from anabranch.engine.stage_clock import StageClock
 
 
 class NgramIndex:
@@ -62,7 +63,7 @@ class NgramProposer:
             seq.drafts = index.propose(seq.tokens, num_drafts)
             seq.num_drafts = len(seq.drafts)
 
-    def propose(self, step: Seq[Scheduled]) -> None:
+    def propose(self, step: Seq[Scheduled], clock: StageClock) -> None:
         """Nothing to do on the device."""
 
     def finish(self, run: Scheduled, num_accepted: int) -> None:

@@ -10,6 +10,7 @@ import torch
 if TYPE_CHECKING:
     from anabranch.engine.scheduler import Scheduled
     from anabranch.engine.sequence import Sequence
+    from anabranch.engine.stage_clock import StageClock
 
 
 class Proposer(Protocol):
@@ -21,7 +22,7 @@ class Proposer(Protocol):
         """Before scheduling: set `num_drafts`, and `drafts` if the host knows them."""
         ...
 
-    def propose(self, step: Seq[Scheduled]) -> torch.Tensor | None:
+    def propose(self, step: Seq[Scheduled], clock: StageClock) -> torch.Tensor | None:
         """After scheduling: put drafts into the device's table; their probabilities if drawn."""
         ...
 

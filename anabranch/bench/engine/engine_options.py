@@ -43,6 +43,9 @@ class EngineOptions:
     scorer: str = option("multi-query", "How drafts are scored.", choices=SCORERS)
     adaptive: bool = option(True, "Fewer drafts, or none, when they do not pay.")
     graphs: bool = option(True, "CUDA graphs of decoding steps.")
+    fused_merge: bool = option(
+        True, "Parts of attention are merged inside its kernel, not by a launch of their own."
+    )
     compile: bool | None = option(
         None, "torch.compile of the decoder layers; by default on a GPU from 1e9 weights on."
     )
@@ -71,6 +74,7 @@ class EngineOptions:
             "speculative": self.speculative_config(),
             "cuda_graphs": self.graphs,
             "compile": self.compile,
+            "fused_merge": self.fused_merge,
         }
 
     def speculative_config(self) -> dict[str, Any] | None:
@@ -96,6 +100,7 @@ class EngineOptions:
         words = [] if self.speculative == "off" else [f"{self.speculative} k={self.num_drafts}"]
         words += [self.scorer] if words else []
         words += [] if self.graphs else ["no graphs"]
+        words += [] if self.fused_merge else ["merge apart"]
         words += ["compiled"] if self.compile else []
         return ", ".join(words) or "plain"
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 TRACE, TIMELINE = "trace.json", "timeline.svg"
 # Okabe and Ito, as in the other plots
 COLOURS: dict[str, str] = dict(
-    zip(STAGES, ("#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00"), strict=True)
+    zip(STAGES, ("#56B4E9", "#E69F00", "#0072B2", "#009E73", "#CC79A7", "#D55E00"), strict=True)
 )
 MAX_STEPS = 400  # in the picture; the trace holds all
 

@@ -12,7 +12,7 @@ from anabranch.engine.stats import EngineStats
 if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
 
-STAGES = ("proposal", "model", "scoring", "sampling", "verification")
+STAGES = ("catch-up", "proposal", "model", "scoring", "sampling", "verification")
 
 
 @dataclass(frozen=True, slots=True)
