@@ -47,7 +47,8 @@ def settings(model: str) -> dict[str, dict[str, Any]]:
         },
         "draft model": {"speculative": {"method": "draft", "model": model, **DRAFTS}},
         "adaptive drafts": {"speculative": {"method": "ngram"}},
-        "prompts in chunks": {"max_num_batched_tokens": 24, "max_num_seqs": 16},
+        "merge apart": {"fused_merge": False},
+        "prompts in chunks": {"max_num_batched_tokens": 24},
         "few pages": {"max_model_len": 512, "kv_cache_gib": 0.05},
     }
 
@@ -73,7 +74,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     first: list[list[int]] | None = None
     for name, options in settings(given.model).items():
-        llm = LLM(given.model, device=given.device, dtype=given.dtype, **options)
+        given_options = {"max_num_seqs": 16, **options}
+        llm = LLM(given.model, device=given.device, dtype=given.dtype, **given_options)
         for again in (False, True):  # the second time prompts are found in the cache
             found = answers(llm, given.tokens, one_by_one=name.startswith("one"))
             first = first or found

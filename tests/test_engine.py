@@ -94,6 +94,21 @@ def test_tokens_are_those_of_transformers(expected: list[list[int]]) -> None:
         assert theirs[0, len(prompt) :].tolist() == ours
 
 
+@pytest.mark.parametrize("length", [33, 40, 41, 64, 65])
+def test_a_prompt_by_a_graph(length: int) -> None:
+    """Prompts of 33 to 64 tokens have graphs of 40 and 64; chunks of 9 tokens and 65 have none."""
+    prompt = random_prompts(1, (length, length))[1:]
+    expected = outputs(tiny(), prompt)
+    llm = as_on_gpu(tiny(page_size=16))
+    assert outputs(llm, prompt) == expected
+    stats = llm.stats
+    assert stats.num_steps - stats.num_graph_steps == (length > 64)
+    again = outputs(llm, [prompt[0] + prompt[0][:34]])  # most of it is in the cache
+    assert again == outputs(tiny(), [prompt[0] + prompt[0][:34]])
+    chunked = as_on_gpu(tiny(max_num_batched_tokens=36, max_num_seqs=5))
+    assert outputs(chunked, prompt) == expected
+
+
 @pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight, by graphs"])
 @pytest.mark.parametrize("options", ENGINES.values(), ids=ENGINES)
 def test_tokens_are_the_same(

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anabranch.engine.graphs import GraphKey, Graphs, graph_batches
+from anabranch.engine.graphs import GraphKey, Graphs, PromptKey, graph_batches
 from anabranch.engine.llm import LLM
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.models import load_model, smollm2_directory
@@ -134,6 +134,8 @@ def as_on_gpu(llm: LLM) -> LLM:
     built.runner.capture(
         [GraphKey(q_len, batch) for q_len in {1, 1 + limits.max_drafts} for batch in batches]
     )
+    built.runner.prompt_graphs = CalledGraphs()
+    built.runner.capture_prompts([PromptKey(40), PromptKey(64)])
     runners = [built.runner]
     if chain is not None:
         chain.graphs = CalledGraphs()

@@ -10,7 +10,7 @@ import torch
 from anabranch.cache.kv_cache import LayerShape, allocate_layers
 from anabranch.engine.attention import NAME, Layers, register
 from anabranch.engine.config import DTYPES, EngineConfig
-from anabranch.engine.graphs import GraphKey, Progress, graph_batches
+from anabranch.engine.graphs import GraphKey, Progress, graph_batches, prompt_sizes
 from anabranch.engine.inputs import StepInputs
 from anabranch.engine.layout import Scorer
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
@@ -79,6 +79,7 @@ def _capture(
     batches = graph_batches(limits.max_num_seqs)
     lengths = {1, 1 + limits.max_drafts}
     runner.capture([GraphKey(q, b) for q in lengths for b in batches], say)
+    runner.capture_prompts(prompt_sizes(min(limits.max_num_tokens, limits.max_model_len)), say)
     if chain is not None:
         adaptive = config.speculative is not None and config.speculative.adaptive
         numbers = draft_numbers(limits.max_drafts)[1:] if adaptive else [limits.max_drafts]

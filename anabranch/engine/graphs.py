@@ -31,6 +31,18 @@ class GraphKey(NamedTuple):
         return self.num_tokens if scorer is Scorer.BATCH_EXPANSION else self.batch
 
 
+class PromptKey(NamedTuple):
+    """The shape of a step that runs a prompt, or a piece of one, and nothing else."""
+
+    num_tokens: int
+
+
+def prompt_sizes(most: int) -> list[PromptKey]:
+    """Sizes of prompts worth a graph: longer ones keep the GPU busy while the host launches."""
+    sizes = [64, *range(128, 1024, 128), *range(1024, 2049, 256)]
+    return [PromptKey(size) for size in sizes if size <= most]
+
+
 def graph_batches(max_num_seqs: int) -> list[int]:
     """Batch sizes worth a graph: powers of two, then every eighth."""
     small = [size for size in (1, 2, 4, 8) if size < max_num_seqs]

@@ -53,7 +53,7 @@ class StepInputs:
         _fill(arrays["sources"], layout.sources, -1, num_tokens)
         _fill(arrays["positions"], layout.positions, 0, num_tokens)
         _fill(arrays["slots"], layout.slots, -1, num_tokens)
-        _fill(arrays["logit_rows"], layout.logit_rows, 0, len(layout.logit_rows))
+        _fill(arrays["logit_rows"], layout.logit_rows, 0, 1)  # a graph reads one where none is
         _fill(arrays["seq_lens"], layout.seq_lens, 0, num_seqs)
         _fill_bounds(arrays["cu_seqlens"], layout, num_tokens, num_seqs)
         long = layout.cu_seqlens[layout.num_short :]

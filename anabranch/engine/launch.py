@@ -91,7 +91,7 @@ class Launcher:
             probs = self._proposer.propose(step, clock)
         with clock.stage("scoring" if drafts else "model"):
             logits = self._built.runner.run(step)
-            graphed = logits.every is not None
+            graphed = logits.by_graph
             logits = self._only_sampled(step, logits)
         with clock.stage("verification" if drafts else "sampling"):
             samples, prompts = self._sample(step, logits, probs)
@@ -119,7 +119,7 @@ class Launcher:
             for place, run in enumerate(step)
             for row in range(run.num_known - 1, run.num_known + run.num_drafts)
         ]
-        return StepLogits(logits.rows[self._to_device(wanted)], None)
+        return StepLogits(logits.rows[self._to_device(wanted)], None, logits.by_graph)
 
     def _sample(
         self, step: list[Scheduled], logits: StepLogits, probs: torch.Tensor | None

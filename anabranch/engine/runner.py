@@ -11,9 +11,9 @@ from torch import nn
 
 from anabranch.cache.kv_cache import LayerCache
 from anabranch.engine.attention import Layers, bind_layers, running
-from anabranch.engine.graphs import Forward, GraphKey, Graphs, Progress
+from anabranch.engine.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
 from anabranch.engine.inputs import StepInputs
-from anabranch.engine.layout import Layout, Scorer, lay_out
+from anabranch.engine.layout import SHORT, Layout, Scorer, lay_out
 from anabranch.engine.scheduler import Scheduled
 from anabranch.engine.step import Step
 
@@ -23,6 +23,7 @@ class StepLogits(NamedTuple):
 
     rows: torch.Tensor  # [num_rows, vocab]
     every: int | None
+    by_graph: bool
 
 
 class Runner:
@@ -33,7 +34,9 @@ class Runner:
         model: Any,
         layers: Layers,
         caches: Sequence[LayerCache],
-        inputs: Sequence[StepInputs],  # from small to large; graphs read the first
+        inputs: Sequence[
+            StepInputs
+        ],  # from small to large; graphs read the first, prompts the last
         unseen: torch.Tensor,  # int64 [max_num_seqs, width]: tokens the host has not seen
         scorer: Scorer,
         *,
@@ -44,6 +47,7 @@ class Runner:
         self.scorer = scorer
         self.page_size = caches[0].k.shape[1]
         self.graphs: Graphs[GraphKey] = Graphs()
+        self.prompt_graphs: Graphs[PromptKey] = Graphs()
         self._inputs = inputs
         self._unseen = unseen
         self._layers = list(layers)
@@ -56,14 +60,19 @@ class Runner:
         layout = self._lay_out(step, every_row=key is not None)
         if key is not None:
             self._inputs[0].load(layout, key.num_tokens, key.num_seqs(self.scorer))
-            return StepLogits(self.graphs.replay(key)[: layout.num_tokens], key.q_len)
+            return StepLogits(self.graphs.replay(key)[: layout.num_tokens], key.q_len, True)
+        size = self._prompt_key(step)
+        if size is not None:
+            self._inputs[-1].load(layout, size.num_tokens, 1)
+            rows = self.prompt_graphs.replay(size)[: len(layout.logit_rows)]
+            return StepLogits(rows, None, True)
         inputs = self._fitting(layout)
         inputs.load(layout, layout.num_tokens, layout.num_seqs)
         short = self._short(layout)
         is_fresh = layout.is_fresh(short[1] if short else 0)
         attending = inputs.step(layout.num_tokens, layout.num_seqs, short, is_fresh=is_fresh)
         rows = inputs.logit_rows(len(layout.logit_rows))
-        return StepLogits(self._forward(inputs, attending, layout.num_tokens, rows), None)
+        return StepLogits(self._forward(inputs, attending, layout.num_tokens, rows), None, False)
 
     def _lay_out(self, step: Sequence[Scheduled], *, every_row: bool) -> Layout:
         width = self._unseen.shape[1]
@@ -130,6 +139,20 @@ class Runner:
         return partial(self._captured, num_tokens, num_seqs)
 
     @torch.inference_mode()
+    def capture_prompts(self, sizes: Sequence[PromptKey], progress: Progress | None = None) -> None:
+        """Capture a graph for prompts of up to each of these sizes, in the other graphs' memory."""
+        self.prompt_graphs.pool = self.prompt_graphs.pool or self.graphs.pool
+        self.prompt_graphs.capture_all(sizes, self._inert_prompt, progress)
+
+    def _inert_prompt(self, size: PromptKey) -> Forward:
+        self._inputs[-1].load(self._lay_out([], every_row=False), size.num_tokens, 1)
+        return partial(self._captured_prompt, size.num_tokens)
+
+    def _captured_prompt(self, num_tokens: int) -> torch.Tensor:
+        inputs = self._inputs[-1]
+        return self._forward(inputs, inputs.step(num_tokens, 1), num_tokens, inputs.logit_rows(1))
+
+    @torch.inference_mode()
     def warm_up(self, shapes: Sequence[GraphKey], progress: Progress | None = None) -> None:
         """Run inert steps of these shapes, so that no request waits for a kernel to be compiled."""
         for done, key in enumerate(shapes):
@@ -138,8 +161,9 @@ class Runner:
             layout = self._lay_out([], every_row=False)
             inputs = next(each for each in self._inputs if key.num_tokens <= each.max_num_tokens)
             inputs.load(layout, key.num_tokens, key.batch)
-            step = inputs.step(key.num_tokens, key.batch)
-            self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
+            for is_fresh in {False, key.q_len > SHORT}:
+                step = inputs.step(key.num_tokens, key.batch, is_fresh=is_fresh)
+                self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
 
     def _captured(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
         inputs = self._inputs[0]
@@ -153,3 +177,12 @@ class Runner:
             return None
         q_len, batch = lengths.pop(), len(step)
         return self.graphs.fitting(lambda key: key.q_len == q_len and key.batch >= batch)
+
+    def _prompt_key(self, step: Sequence[Scheduled]) -> PromptKey | None:
+        """The smallest graph for a step of one prompt, of which one row is wanted at most."""
+        if len(step) != 1 or step[0].num_drafts or step[0].scores_prompt:
+            return None
+        num_tokens = step[0].num_tokens
+        if num_tokens <= SHORT:
+            return None
+        return self.prompt_graphs.fitting(lambda key: key.num_tokens >= num_tokens)
