@@ -16,7 +16,19 @@ from typing import Any
 
 from server_models import until
 
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+
+def find_browser() -> str | None:
+    """One that runs: Ubuntu's package is a stub where there is no snap."""
+    for path in map(shutil.which, ("chromium", "chromium-browser")):
+        if path is None:
+            continue
+        said = subprocess.run([path, "--version"], check=False, capture_output=True)
+        if said.returncode == 0:
+            return path
+    return None
+
+
+CHROMIUM = find_browser()
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --mute-audio"
 
 

@@ -103,7 +103,8 @@ def running_server(
     )
     app = make_app(service, api_key=api_key)
     server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
-    with socket.socket() as listener:
+    # asyncio sends at once only on sockets that say they are TCP's
+    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import socket
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,22 @@ from anabranch.bench import ceilings, timing
 from anabranch.bench.engine.run_results import RunResults
 from anabranch.bench.serve import __main__ as command
 from anabranch.bench.serve import bench, speculation
+from anabranch.bench.serve.api import Api
+from anabranch.bench.serve.ask import ask
 from anabranch.bench.serve.bench import run_serve
 from anabranch.bench.serve.block import result_block
+from anabranch.bench.serve.command import show
 from anabranch.bench.serve.events import EventReader
 from anabranch.bench.serve.http_client import parse_site, read_response
+from anabranch.bench.serve.launch import engine_settings
 from anabranch.bench.serve.load import LoadRun, arrival_times
 from anabranch.bench.serve.options import Load, ServeOptions
 from anabranch.bench.serve.outcome import Failure, Outcome
 from anabranch.bench.serve.plots import draw_loads
 from anabranch.bench.serve.prompts import read_prompts
+from anabranch.bench.serve.soak import run_soak
+from anabranch.bench.serve.soak_options import SoakOptions
+from anabranch.bench.serve.soak_row import soak_table
 from anabranch.bench.serve.speculation import DraftCounts, parse_counts
 from anabranch.bench.serve.summary import summarise
 from anabranch.bench.serve.tables import load_table, side_by_side
@@ -418,6 +426,20 @@ def test_a_stream_in_single_bytes() -> None:
     assert row["mean_itl_ms"] is not None and row["mean_tpot_ms"] is not None
 
 
+def test_a_client_that_leaves() -> None:
+    async def endless(server: FakeServer, body: dict[str, Any], writer: Any) -> None:
+        begin_stream(writer)
+        for _ in range(2):
+            send(writer, token(body, "x"))
+            await writer.drain()
+        await asyncio.sleep(60)
+
+    with fake.running(endless) as server:
+        api = Api(parse_site(server.url), 60.0)
+        outcome = asyncio.run(ask(api, "completions", {"prompt": "a"}, leave_after=2))
+    assert len(outcome.arrivals) == 2 and outcome.failure is None
+
+
 def test_chunks_without_tokens_are_no_arrivals() -> None:
     """A greeting and an empty last chunk bring none; without usage, chunks are counted."""
 
@@ -542,7 +564,12 @@ def test_prompts_of_a_file_are_sent(tmp_path: Path) -> None:
         ({"extra_body": "[1]"}, "--extra-body must be a JSON object"),
         ({"plot": Path("x.svg")}, "give --sweep"),
         ({"compare": "graphs"}, "--compare needs --launch MODEL"),
-        ({"launch": "m", "compare": "merge"}, "never calls anabranch.merge"),
+        ({"launch": "m", "compare": "merge"}, "--compare must be one of speculative, scorer"),
+        ({"cases": "8x8,4"}, "--cases must be like 4096x1024,8192x64, got '8x8,4'"),
+        ({"cases": "8x0"}, "--output-len must be at least 1, got 0"),
+        ({"engine": True}, "--engine needs --launch MODEL"),
+        ({"launch": "m", "engine": True, "request_rate": 2.0}, "no rate of requests"),
+        ({"launch": "m", "engine": True, "endpoint": "chat"}, "--endpoint completions"),
         ({"launch": "m", "compare_env": "A=1"}, "--compare-env must be NAME=A,B, got 'A=1'"),
         ({"launch": "m", "compare_env": "A=1,2", "compare": "graphs"}, "give either"),
     ],
@@ -567,6 +594,7 @@ def test_settings_of_a_comparison() -> None:
     assert names(compare="speculative") == ["plain", "ngram k=4, multi-query"]
     assert names(compare="scorer") == ["ngram k=4, multi-query", "ngram k=4, batch-expansion"]
     assert names(compare="graphs") == ["no graphs", "plain"]
+    assert names(compare="adaptive") == ["adaptive off", "adaptive on"]  # settings do not say it
     (first, second) = ServeOptions(launch="m", compare_env="X=a,b").variants()
     assert (first.environment, second.environment) == ({"X": "a"}, {"X": "b"})
 
@@ -585,6 +613,27 @@ def test_a_comparison_loads_every_setting_alike(monkeypatch: pytest.MonkeyPatch)
     assert [row["setting"] for row in results.rows] == started and len(started) == 2
     prompts = [body["prompt"] for body in server.bodies]
     assert prompts[:4] == prompts[4:]
+
+
+def test_cases_are_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with fake.running() as server:
+        results = run(server, cases="5x2,7x3", warmup=2, concurrency=2, model="fake")
+    assert [len(body["prompt"]) for body in server.bodies] == [5] * 2 + [5] * 4 + [7] * 4
+    assert [body["max_tokens"] for body in server.bodies] == [2] * 6 + [3] * 4
+    loads = ["5 in, 2 out, concurrency 2", "7 in, 3 out, concurrency 2"]
+    assert [row["load"] for row in results.rows] == loads
+    show(results, sweep=False)
+    shown = capsys.readouterr().out
+    assert all(f"{load}\n====" in shown for load in loads)
+    show(replace(results, rows=[*results.rows, *results.rows]), sweep=False)
+    assert capsys.readouterr().out.count("last / first") == 2  # a table for each case
+
+
+def test_room_for_the_longest_case() -> None:
+    options = ServeOptions(launch="m", cases="10x5,8x9", range_ratio=0.5)
+    assert engine_settings(options)["max_model_len"] == 12 + 14
+    assert engine_settings(replace(options, max_model_len=99))["max_model_len"] == 99
+    assert engine_settings(replace(options, endpoint="chat"))["max_model_len"] is None
 
 
 def test_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -633,10 +682,31 @@ def test_our_own_server() -> None:
 
     options = ServeOptions(
         launch=talking_model(), device="cpu", speculative="ngram", adaptive=False,
-        num_prompts=4, concurrency=2, input_len=20, output_len=40, ignore_eos=True, timeout=60.0,
+        num_prompts=4, concurrency=2, cases="20x40,30x8", ignore_eos=True, timeout=60.0,
+        engine=True,
     )  # fmt: skip
-    (row,) = run_serve(options, silent).rows
-    assert (row["completed"], row["failed"]) == (4, 0)
+    row, short = run_serve(options, silent).rows
+    for each in (row, short):
+        assert (each["completed"], each["failed"]) == (4, 0)
+        assert each["engine"]["total_output_tokens"] == each["total_output_tokens"]
+        assert each["engine"]["http_to_engine"] > 0
+    assert (short["total_input_tokens"], short["total_output_tokens"]) == (120, 32)
     assert (row["total_input_tokens"], row["total_output_tokens"]) == (80, 160)
     assert row["max_concurrent_requests"] == 2 and row["cached_input_tokens"] == 0
     assert row["speculation"]["num_drafts"] > 0
+
+
+def test_a_soak_loses_nothing() -> None:
+    for needed in ("transformers", "fastapi", "uvicorn", "prometheus_client"):
+        pytest.importorskip(needed)
+    from server_models import talking_model
+
+    options = SoakOptions(
+        model=talking_model(), device="cpu", clients=8, seconds=1.0, vanish=0.5, output_len=16
+    )
+    (row,) = run_soak(options, silent).rows
+    assert row["completed"] and row["vanished"]
+    assert (row["failed"], row["unhealthy"], row["kv_usage_end"]) == (0, 0, 0.0)
+    assert row["total_output_tokens"] == 16 * row["completed"]
+    assert row["kv_usage_peak"] > 0 and row["health_requests"]
+    assert soak_table(results_of(row)).lines[0] == ["completed", str(row["completed"])]

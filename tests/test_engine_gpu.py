@@ -283,9 +283,10 @@ def test_prompts_as_long_as_a_verification(name: str) -> None:
 def test_prompts_by_graph_give_the_tokens_of_eager_ones() -> None:
     prompts = [p for n in (33, 64, 65, 100, 129) for p in random_prompts(n, (n, n))[1:]]
     by_graph, eager = (tiny(**ON_GPU, cuda_graphs=graphs) for graphs in (True, False))
-    for prompt in prompts * 2:  # the second time most of it is in the cache
-        assert outputs(by_graph, [prompt]) == outputs(eager, [prompt])
-    assert by_graph.stats.num_graph_steps == by_graph.stats.num_steps
+    for again in (False, True):  # the second time most of a prompt is in the cache
+        for prompt in prompts:
+            assert outputs(by_graph, [prompt]) == outputs(eager, [prompt])
+        assert again or by_graph.stats.num_graph_steps == by_graph.stats.num_steps
 
 
 def test_a_seed_reproduces() -> None:

@@ -167,6 +167,24 @@ def test_chat_whole_and_streamed(client: Any) -> None:
             assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
 
 
+def greets(chunk: Any) -> bool:
+    return "role" in chunk["choices"][0].get("delta", {})
+
+
+@pytest.mark.parametrize("usage", [True, False])
+def test_chunks_of_a_stream_have_the_same_fields(server: Server, usage: bool) -> None:
+    """Those that bring only text are written by a shortcut."""
+    options = {"stream": True, "stream_options": {"include_usage": usage}, "n": 2}
+    said = events(post(server, "/v1/completions", GREEDY | options | {"prompt": PROMPTS}))
+    told = events(post(server, "/v1/chat/completions", CHAT | options))
+    for answer in (said, told):
+        chunks = [chunk for chunk in answer if chunk["choices"] and not greets(chunk)]
+        assert len({tuple(chunk) for chunk in chunks}) == 1
+        assert len({tuple(chunk["choices"][0]) for chunk in chunks}) == 1
+        assert len({(chunk["id"], chunk["created"], chunk["model"]) for chunk in chunks}) == 1
+        assert all(("usage" in chunk) == usage for chunk in chunks)
+
+
 def test_chat_uses_the_template(client: Any, server: Server) -> None:
     messages = [
         {"role": "developer", "content": "the"},
@@ -263,6 +281,9 @@ def test_models_version_and_documents(client: Any, server: Server) -> None:
     assert [model.id for model in client.models.list()] == ["tiny"]
     assert client.models.retrieve("tiny").max_model_len == CONTEXT
     assert httpx.get(f"{server.url}/version").json()["version"]
+    tokenizer = httpx.get(f"{server.url}/tokenizer_info").json()
+    assert tokenizer["eos_token"] == "<end>"
+    assert "add_generation_prompt" in tokenizer["chat_template"]
     paths = httpx.get(f"{server.url}/openapi.json").json()["paths"]
     assert {"/v1/completions", "/v1/chat/completions", "/tokenize", "/health"} <= set(paths)
     for page in ("/", "/docs"):

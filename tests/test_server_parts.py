@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import pickle
 from typing import Any
 
 import pytest
@@ -15,8 +17,10 @@ from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
-from anabranch.server.deltas import RequestDelta, Teller  # noqa: E402
+from anabranch.server.completion_models import Completion, CompletionChoice  # noqa: E402
+from anabranch.server.deltas import RequestDelta, Teller, pack, unpack  # noqa: E402
 from anabranch.server.errors import ApiError  # noqa: E402
+from anabranch.server.events import TextEvents, event_of  # noqa: E402
 from anabranch.server.limits import Admission, ServerLimits  # noqa: E402
 from anabranch.server.token_texts import TokenStream, TokenTexts  # noqa: E402
 
@@ -73,7 +77,7 @@ def test_deltas_joined_are_the_output(at_once: int) -> None:
     told: list[RequestDelta] = []
     for number, _ in enumerate(iter(lambda: llm.engine.has_work and llm.engine.step(), False), 1):
         if number % at_once == 0 or request.finished:
-            told.append(teller.delta())
+            told += unpack(pickle.loads(pickle.dumps(pack([teller.delta()]))))
     whole = told[0]
     for delta in told[1:]:
         assert delta.prompt_logprobs is None
@@ -92,6 +96,22 @@ def test_deltas_joined_are_the_output(at_once: int) -> None:
             expected.finish_reason,
             expected.stop_reason,
         )
+
+
+@pytest.mark.parametrize("text", ["", 'a"b\\', "\n\0\x1f\x7f", "€ \u2028 \U0001f30a", "[DONE]"])
+def test_text_is_written_as_its_model_is(text: str) -> None:
+    def chunk(index: int, text: str) -> Completion:
+        choice = CompletionChoice(index=index, text=text, logprobs=None, finish_reason=None)
+        return Completion(
+            id="a", object="text_completion", created=1, model='m"', choices=[choice], usage=None
+        )
+
+    events = TextEvents(chunk)
+    for index in (0, 12, 0):
+        written, expected = events.event(index, text), event_of(chunk(index, text))
+        assert (written[:6], written[-2:]) == (b"data: ", b"\n\n")
+        assert b"\n" not in written[:-2]
+        assert json.loads(written[6:]) == json.loads(expected[6:])
 
 
 def test_admission_counts_down_whatever_happens() -> None:

@@ -30,7 +30,8 @@ bench = typer.Typer(
     help="Time this library beside its peers on this machine. "
     "merge, decode, verify and prefill time attention alone: every implementation is checked "
     "against float64 first; a wrong one is reported and never timed. "
-    "latency, throughput, sweep, scorers and cpu time the engine; serve times a server.",
+    "latency, throughput, sweep, scorers and cpu time the engine; serve times a server, and "
+    "soak keeps one busy.",
     no_args_is_help=True,
     rich_markup_mode="markdown",
 )
@@ -54,3 +55,4 @@ def _add_engine_bench(name: str) -> None:
 for name in BENCHES:
     _add_engine_bench(name)
 bench.command("serve", help=as_markdown(bench_serve.HELP))(bench_serve.command)
+bench.command("soak", help=as_markdown(bench_serve.SOAK_HELP))(bench_serve.soak)

@@ -16,12 +16,12 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 
 from fastapi.responses import Response
-from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from anabranch.engine.async_llm import EngineDead
 from anabranch.server.deltas import RequestDelta
 from anabranch.server.errors import as_api_error
+from anabranch.server.events import DONE, as_json
 from anabranch.server.protocol import Usage
 from anabranch.server.reply import Reply, count_usage
 from anabranch.server.service import Service
@@ -101,21 +101,20 @@ class Answer(Response):
         async for place, delta in deltas:
             parts.setdefault(place, []).append(delta)
         joined = [_joined(parts[place]) for place in range(len(self._prompts))]
-        body = _json(self._reply.whole(joined, self._usage()))
+        body = as_json(self._reply.whole(joined, self._usage()))
         headers = [*_JSON, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     async def _stream(self, deltas: AsyncGenerator[tuple[int, RequestDelta]], send: Send) -> None:
         async for place, delta in deltas:
-            events = _events(self._reply.chunks(place, delta))
+            events = self._reply.events(place, delta)
             if not self._started:
                 self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
             await send({"type": "http.response.body", "body": events, "more_body": True})
-        last = self._reply.last_chunk(self._usage())
-        events = _events([] if last is None else [last])
-        await send({"type": "http.response.body", "body": events + b"data: [DONE]\n\n"})
+        last = self._reply.last_events(self._usage()) + DONE
+        await send({"type": "http.response.body", "body": last})
 
     async def _end_stream(self, error: Exception, send: Send) -> None:
         """A status was sent already, so the error becomes an event."""
@@ -141,11 +140,3 @@ def _joined(deltas: Sequence[RequestDelta]) -> RequestDelta:
     for delta in deltas[1:]:
         whole = whole.join(delta)
     return whole
-
-
-def _json(model: BaseModel) -> bytes:
-    return model.model_dump_json(exclude_unset=True).encode()
-
-
-def _events(chunks: Sequence[BaseModel]) -> bytes:
-    return b"".join(b"data: " + _json(chunk) + b"\n\n" for chunk in chunks)

@@ -23,6 +23,7 @@ from anabranch.server.chat_models import (
 )
 from anabranch.server.deltas import ChoiceDelta, RequestDelta
 from anabranch.server.errors import REFUSALS, ApiError, blaming_the_request
+from anabranch.server.events import TextEvents, event_of
 from anabranch.server.protocol import Usage
 from anabranch.server.reply import (
     Head,
@@ -30,6 +31,7 @@ from anabranch.server.reply import (
     finish_reason,
     prompt_logprobs,
     refuse_stream_options,
+    tells_only_text,
     written,
 )
 from anabranch.server.service import Service, service_of
@@ -56,6 +58,7 @@ class ChatReply:
         self._service, self._body = service, body
         self._head = Head("chatcmpl", service.model_name)
         self._greeted: set[int] = set()
+        self._texts = TextEvents(self._text_chunk)
         self._origins = OriginWriter(service.texts, body.skip_special_tokens is False)
         self._prompt: list[int] = []
         self._max_tokens = body.max_completion_tokens or body.max_tokens
@@ -64,6 +67,7 @@ class ChatReply:
             self.params = body.sampling_params(
                 max_tokens=self._max_tokens, logprobs=body.num_top_logprobs
             )
+        self._tells_only_text = tells_only_text(body, self.params)
 
     def encode(self) -> list[list[int]]:
         """Tokens of the conversation."""
@@ -74,23 +78,33 @@ class ChatReply:
         )
         return [self._prompt]
 
-    def chunks(self, place: int, delta: RequestDelta) -> list[BaseModel]:
-        """One for each answer that has something new; its first says who speaks."""
-        chunks: list[BaseModel] = []
-        for choice in delta.choices:
-            if choice.number not in self._greeted:
-                self._greeted.add(choice.number)
-                hello = AssistantMessage(role="assistant", content="")
-                chunks.append(self._chunk(hello, choice.number, logprobs=None, finish_reason=None))
-            said = AssistantMessage.model_validate({"content": choice.text})
-            chunks.append(self._chunk(said, choice.number, **self._details(choice)))
-        return chunks
+    def events(self, place: int, delta: RequestDelta) -> bytes:
+        """One for each answer that has something new, behind one that says who speaks."""
+        return b"".join(self._greeting(each) + self._event(each) for each in delta.choices)
 
-    def last_chunk(self, usage: Usage) -> BaseModel | None:
+    def _greeting(self, choice: ChoiceDelta) -> bytes:
+        if choice.number in self._greeted:
+            return b""
+        self._greeted.add(choice.number)
+        hello = AssistantMessage(role="assistant", content="")
+        return event_of(self._chunk(hello, choice.number, logprobs=None, finish_reason=None))
+
+    def _event(self, choice: ChoiceDelta) -> bytes:
+        if self._tells_only_text and choice.finish_reason is None:
+            return self._texts.event(choice.number, choice.text)
+        said = AssistantMessage.model_validate({"content": choice.text})
+        return event_of(self._chunk(said, choice.number, **self._details(choice)))
+
+    def _text_chunk(self, index: int, text: str) -> ChatChunk:
+        said = AssistantMessage.model_validate({"content": text})
+        return self._chunk(said, index, logprobs=None, finish_reason=None, stop_reason=None)
+
+    def last_events(self, usage: Usage) -> bytes:
         """The usage, if asked for."""
         if not self._body.includes_usage:
-            return None
-        return ChatChunk(object="chat.completion.chunk", choices=[], usage=usage, **self._named())
+            return b""
+        last = ChatChunk(object="chat.completion.chunk", choices=[], usage=usage, **self._named())
+        return event_of(last)
 
     def whole(self, deltas: Sequence[RequestDelta], usage: Usage) -> BaseModel:
         """All answers."""

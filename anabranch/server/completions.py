@@ -19,6 +19,7 @@ from anabranch.server.completion_models import (
 )
 from anabranch.server.deltas import ChoiceDelta, RequestDelta
 from anabranch.server.errors import REFUSALS, ApiError, blaming_the_request
+from anabranch.server.events import TextEvents, event_of
 from anabranch.server.protocol import Usage
 from anabranch.server.reply import (
     Head,
@@ -26,6 +27,7 @@ from anabranch.server.reply import (
     finish_reason,
     prompt_logprobs,
     refuse_stream_options,
+    tells_only_text,
     written,
 )
 from anabranch.server.service import Service, service_of
@@ -52,6 +54,7 @@ class CompletionReply:
         self._prompts: list[list[int]] = []
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # by place
         self._offsets: dict[int, int] = {}  # by choice: where its next token begins
+        self._texts = TextEvents(self._text_chunk)
         self._origins = OriginWriter(service.texts, body.skip_special_tokens is False)
         self._given = _listed(body.prompt)
         self.num_prompts = len(self._given)
@@ -65,6 +68,7 @@ class CompletionReply:
             options["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
         with blaming_the_request():
             self.params = body.sampling_params(**options)
+        self._tells_only_text = tells_only_text(body, self.params)
 
     def encode(self) -> list[list[int]]:
         """Tokens of each prompt."""
@@ -79,16 +83,31 @@ class CompletionReply:
             )
         return self._prompts
 
-    def chunks(self, place: int, delta: RequestDelta) -> list[BaseModel]:
+    def events(self, place: int, delta: RequestDelta) -> bytes:
         """One for each continuation that has something new."""
-        usage = {"usage": None} if self._body.includes_usage else {}
-        return [
-            self._object([self._choice(place, choice, delta)], **usage) for choice in delta.choices
-        ]
+        return b"".join(self._event(place, choice, delta) for choice in delta.choices)
 
-    def last_chunk(self, usage: Usage) -> BaseModel | None:
+    def _event(self, place: int, choice: ChoiceDelta, delta: RequestDelta) -> bytes:
+        index = place * self._body.num_choices + choice.number
+        has_begun = index in self._offsets
+        if has_begun and self._tells_only_text and choice.finish_reason is None:
+            return self._texts.event(index, choice.text)
+        return event_of(self._chunk(self._choice(place, choice, delta)))
+
+    def _text_chunk(self, index: int, text: str) -> Completion:
+        nothing_else: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+        return self._chunk(
+            CompletionChoice(index=index, text=text, **nothing_else, stop_reason=None)
+        )
+
+    def _chunk(self, choice: CompletionChoice) -> Completion:
+        return self._object([choice], **({"usage": None} if self._body.includes_usage else {}))
+
+    def last_events(self, usage: Usage) -> bytes:
         """The usage, if asked for."""
-        return self._object([], usage=self._told(usage)) if self._body.includes_usage else None
+        if not self._body.includes_usage:
+            return b""
+        return event_of(self._object([], usage=self._told(usage)))
 
     def whole(self, deltas: Sequence[RequestDelta], usage: Usage) -> BaseModel:
         """All choices."""

@@ -19,7 +19,7 @@ import torch
 
 from anabranch.engine.engine import Engine
 from anabranch.server.channel import Channel
-from anabranch.server.deltas import Teller
+from anabranch.server.deltas import Teller, pack
 from anabranch.server.messages import (
     Abort,
     Add,
@@ -80,7 +80,7 @@ class EngineLoop:
             if delta.finished:
                 del self._tellers[delta.request_id]
         if deltas:
-            self._channel.send(Outputs(deltas))
+            self._channel.send(Outputs(pack(deltas)))
 
     def _report(self) -> None:
         """Now and then, and whenever the work ends."""

@@ -17,7 +17,7 @@ from anabranch.engine.async_llm import EngineDead
 from anabranch.engine.config import EngineConfig
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.server.channel import Channel
-from anabranch.server.deltas import RequestDelta
+from anabranch.server.deltas import RequestDelta, unpack
 from anabranch.server.errors import RequestRefused
 from anabranch.server.messages import (
     Abort,
@@ -181,7 +181,7 @@ class EngineProcess:
                 listener.open.discard(message.request_id)
                 listener.fail(RequestRefused(message.reason))
             return
-        for delta in message.deltas:
+        for delta in unpack(message.packed):
             listener = self._listeners.get(delta.request_id)
             if listener is None:
                 continue

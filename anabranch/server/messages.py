@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.stats import EngineStats
-from anabranch.server.deltas import RequestDelta
 
 
 class Add(NamedTuple):
@@ -47,9 +46,9 @@ class Ready:
 
 
 class Outputs(NamedTuple):
-    """What a step brought."""
+    """What a step brought: deltas, packed."""
 
-    deltas: list[RequestDelta]
+    packed: list[tuple[Any, ...]]
 
 
 class Refused(NamedTuple):

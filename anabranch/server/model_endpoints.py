@@ -44,6 +44,16 @@ class TokenizeRequest(StrictModel):
     return_token_strs: bool = False
 
 
+class TokenizerInfo(BaseModel):
+    """What a client that tokenizes here has to know, as vLLM names it."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
 class Tokens(BaseModel):
     """Tokens of a text."""
 
@@ -77,6 +87,19 @@ async def get_model(request: Request, model: str) -> ModelCard:
     """The served model, by its name."""
     service_of(request).check_model(model)
     return _card(request)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """Special tokens and the chat template; lm-eval asks for them."""
+    tokenizer = service_of(request).engine.info.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "this model has no tokenizer: give token ids")
+    names = ("bos_token", "eos_token", "pad_token", "chat_template")
+    return TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        **{name: getattr(tokenizer, name) for name in names},
+    )
 
 
 @router.post("/tokenize", response_model_exclude_none=True)

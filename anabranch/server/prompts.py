@@ -49,8 +49,10 @@ class Encoder:
         ids = ids if truncate is None else ids[-truncate:]
         if not ids:
             raise ApiError(400, "the prompt is empty; give at least one token", param="prompt")
-        if wrong := next((token for token in ids if token >= self._vocab_size), None):
-            raise ApiError(400, f"token id {wrong} is not in the vocabulary of {self._vocab_size}")
+        if (largest := max(ids)) >= self._vocab_size:
+            raise ApiError(
+                400, f"token id {largest} is not in the vocabulary of {self._vocab_size}"
+            )
         if len(ids) > self._max_prompt_tokens:
             raise ApiError(
                 400,

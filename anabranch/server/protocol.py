@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.engine.sampling_params import LARGEST_FACTOR, SamplingParams
 
 MAX_LOGPROBS = 20
 
@@ -58,7 +58,7 @@ class SamplingFields(StrictModel):
     user: Text | None = Field(None, description="Accepted, and of no effect.")
     top_k: int | None = Field(None, ge=-1, lt=1 << 31, description="0 and -1 keep all tokens.")
     min_p: float | None = Field(None, ge=0, le=1)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=1 / LARGEST_FACTOR, le=100)
     stop_token_ids: TokenIds | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None

@@ -43,11 +43,11 @@ class Reply(Protocol):
         """Tokens of each prompt; may take a while."""
         ...
 
-    def chunks(self, place: int, delta: RequestDelta) -> list[BaseModel]:
+    def events(self, place: int, delta: RequestDelta) -> bytes:
         """What a stream says of something new about the prompt at `place`."""
         ...
 
-    def last_chunk(self, usage: Usage) -> BaseModel | None:
+    def last_events(self, usage: Usage) -> bytes:
         """What a stream says when all is said."""
         ...
 
@@ -73,6 +73,12 @@ def refuse_stream_options(body: SamplingFields) -> None:
         )
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options need stream: true", param="stream_options")
+
+
+def tells_only_text(body: SamplingFields, params: SamplingParams) -> bool:
+    """Whether nothing but text is told of tokens that end nothing."""
+    more = body.return_token_ids or body.return_token_origins or params.logprobs is not None
+    return not more
 
 
 def count_usage(prompts: Sequence[list[int]], num_output: int, num_cached: int) -> Usage:

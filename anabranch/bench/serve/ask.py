@@ -16,8 +16,13 @@ PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 SAID_BY_CHAT = ("content", "reasoning_content", "reasoning", "tool_calls")
 
 
-async def ask(api: Api, endpoint: str, body: dict[str, Any]) -> Outcome:
-    """The outcome of a streamed request; the clock runs from before it is connected."""
+async def ask(
+    api: Api, endpoint: str, body: dict[str, Any], *, leave_after: int | None = None
+) -> Outcome:
+    """The outcome of a streamed request; the clock runs from before it is connected.
+
+    With `leave_after`, the connection is closed when so many chunks with tokens have come.
+    """
     data = json.dumps(body).encode()
     outcome = Outcome(time.perf_counter())
     try:
@@ -25,7 +30,7 @@ async def ask(api: Api, endpoint: str, body: dict[str, Any]) -> Outcome:
             asyncio.timeout(api.timeout),
             open_response(api.site, "POST", PATHS[endpoint], data) as response,
         ):
-            outcome.failure = await _receive(response, outcome)
+            outcome.failure = await _receive(response, outcome, leave_after)
     except TimeoutError:
         outcome.failure = Failure("timeout", f"no end after {api.timeout:g} s")
     except OSError as error:  # refused, reset, closed too early
@@ -37,7 +42,7 @@ async def ask(api: Api, endpoint: str, body: dict[str, Any]) -> Outcome:
     return outcome
 
 
-async def _receive(response: Response, outcome: Outcome) -> Failure | None:
+async def _receive(response: Response, outcome: Outcome, leave_after: int | None) -> Failure | None:
     if response.status != 200:
         return _refusal(response, parse_body(await response.read()))
     if "event-stream" not in response.headers.get("content-type", ""):
@@ -49,6 +54,8 @@ async def _receive(response: Response, outcome: Outcome) -> Failure | None:
         for event in events.feed(piece):
             if (failure := stream.take(event, now)) is not None:
                 return failure
+        if leave_after is not None and len(outcome.arrivals) >= leave_after:
+            return None
         if stream.done:
             break
     return stream.verdict()

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import math
+import time
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from anabranch.bench.engine.bars import Progress
 from anabranch.bench.engine.engine_options import release
-from anabranch.bench.engine.run_results import Record, RunResults, begin_results
+from anabranch.bench.engine.run_results import RunResults, begin_results
+from anabranch.bench.serve.alone import Measured, time_engine
 from anabranch.bench.serve.api import Api, fields_of
 from anabranch.bench.serve.ask import ask
 from anabranch.bench.serve.http_client import parse_site
@@ -22,6 +25,8 @@ from anabranch.bench.serve.outcome import Outcome
 from anabranch.bench.serve.prompts import make_prompts
 from anabranch.bench.serve.speculation import read_counts, settled_counts, speculation
 from anabranch.bench.serve.summary import summarise
+
+WARM_TOKENS = 16  # of an answer before the clock runs
 
 
 def run_serve(options: ServeOptions, progress: Progress) -> RunResults:
@@ -34,9 +39,16 @@ def run_serve(options: ServeOptions, progress: Progress) -> RunResults:
         raise ValueError("--compare graphs needs a GPU: there are no CUDA graphs on a CPU")
     results = _begin(options, device)
     release()
-    for variant in options.variants():
+    variants = options.variants()
+    for variant in variants:
+        start = time.perf_counter()
         with launched(variant, progress) as url:
-            results.rows.extend(asyncio.run(measure(variant, url, progress)))
+            took = time.perf_counter() - start
+            runs = asyncio.run(measure(variant, url, progress))
+        if options.engine and variant is variants[-1]:
+            progress(f"timing the engine alone, {variant.name}", 0, 0)
+            time_engine(variant, runs)
+        results.rows.extend({"startup_seconds": took} | run.row for run in runs)
     return results
 
 
@@ -49,7 +61,8 @@ async def _measure_running(options: ServeOptions, progress: Progress) -> RunResu
     device = fields_of(await api.get("/stats")).get("device")
     where = f"{options.base_url}, {device}" if device else options.base_url
     results = replace(results, header=replace(results.header, device=where))
-    results.rows.extend(await measure(variant, options.base_url, progress))
+    runs = await measure(variant, options.base_url, progress)
+    results.rows.extend(run.row for run in runs)
     return results
 
 
@@ -68,28 +81,42 @@ def _api(options: ServeOptions, url: str) -> Api:
     return Api(parse_site(url, key), options.timeout)
 
 
-async def measure(variant: Variant, url: str, progress: Progress) -> list[Record]:
-    """The rows of one server."""
+async def measure(variant: Variant, url: str, progress: Progress) -> list[Measured]:
+    """One server under every case and load."""
     options, api = variant.options, _api(variant.options, url)
     model = options.model or await api.first_model()
-    rows: list[Record] = []
+    cases = options.each_case()
     progress("warming up", 0, 0)
-    for body in await _bodies(options, api, model, options.warmup, place=0):
-        outcome = await _ask(options, api, body)
-        if outcome.failure is not None:
-            raise ValueError(
-                f"the server fails to answer: {outcome.failure.kind}: {outcome.failure.said}"
-            )
-    for place, load in enumerate(options.loads(), 1):
-        row = await _run(variant, api, model, load, place, progress)
-        rows.append({"setting": variant.name, "model": model, "load": load.label, **row})
-    return rows
+    for body in await _bodies(cases[0], api, model, options.warmup, place=0):
+        await _warm_up(options, api, body)
+    runs: list[Measured] = []
+    for place, (case, load) in enumerate(product(cases, options.loads()), 1):
+        label = f"{case.sizes}, {load.label}" if options.cases else load.label
+        what = f"{variant.name}, {label}"
+        run = await _run(case, api, model, load, place, what, progress)
+        run.row.update({"setting": variant.name, "model": model, "load": label})
+        runs.append(run)
+    return runs
+
+
+async def _warm_up(options: ServeOptions, api: Api, body: dict[str, Any]) -> None:
+    body["max_tokens"] = min(body["max_tokens"], WARM_TOKENS)
+    outcome = await _ask(options, api, body)
+    if outcome.failure is not None:
+        raise ValueError(
+            f"the server fails to answer: {outcome.failure.kind}: {outcome.failure.said}"
+        )
 
 
 async def _run(
-    variant: Variant, api: Api, model: str, load: Load, place: int, progress: Progress
-) -> Record:
-    options, what = variant.options, f"{variant.name}, {load.label}"
+    options: ServeOptions,
+    api: Api,
+    model: str,
+    load: Load,
+    place: int,
+    what: str,
+    progress: Progress,
+) -> Measured:
     progress(f"making prompts for {what}", 0, 0)
     bodies = await _bodies(options, api, model, options.num_prompts, place=place)
     before = await read_counts(api)
@@ -100,7 +127,8 @@ async def _run(
         seed=options.seed,
         advance=lambda done: progress(what, done, options.num_prompts),
     )
-    return summarise(run, load) | {"speculation": speculation(before, await settled_counts(api))}
+    drafted = speculation(before, await settled_counts(api))
+    return Measured(summarise(run, load) | {"speculation": drafted}, load, bodies)
 
 
 async def _bodies(

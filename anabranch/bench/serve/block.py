@@ -86,4 +86,9 @@ def notes(row: Record) -> list[str]:
     ]
     if cached := row["cached_input_tokens"]:
         lines.append(f"{cached} of the input tokens were in the server's prefix cache")
+    if alone := row.get("engine"):
+        lines.append(
+            f"the engine alone: {alone['output_throughput']:.2f} output tok/s; "
+            f"HTTP gives {alone['http_to_engine']:.3f} of that"
+        )
     return lines

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from anabranch.bench.engine.bars import progress_bars
 from anabranch.bench.engine.plots import check_matplotlib
 from anabranch.bench.engine.run_results import RunResults
@@ -18,6 +20,8 @@ HELP = (
     "    anabranch bench serve --base-url http://host:8000 --request-rate 4 --prompts q.jsonl\n"
     "    anabranch bench serve --sweep 1,2,4,8,16 --plot load.svg --out load.json\n"
     "    anabranch bench serve --launch smollm2 --compare speculative --concurrency 8\n"
+    "    anabranch bench serve --launch dummy:llama-3.1-8b --cases 4096x1024,8192x64 "
+    "--concurrency 16 --ignore-eos --engine\n"
 )
 
 
@@ -37,10 +41,14 @@ def run_and_show(options: ServeOptions) -> None:
 
 
 def show(results: RunResults, *, sweep: bool) -> None:
-    """A block for one run, a table for several."""
+    """A block for one setting, a table for several, by load."""
+    several = len({row["load"] for row in results.rows}) > 1
     if sweep:
         print_table(load_table(results))
-    elif len(results.rows) > 1:
-        print_table(side_by_side(results))
-    else:
-        print(result_block(results.rows[0]))
+        return
+    for load in dict.fromkeys(row["load"] for row in results.rows):
+        rows = [row for row in results.rows if row["load"] == load]
+        if len(rows) > 1:
+            print_table(side_by_side(replace(results, rows=rows)))
+        else:
+            print(f"{load}\n" * several + result_block(rows[0]))

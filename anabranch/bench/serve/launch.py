@@ -14,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from anabranch.bench.engine.bars import Progress
 from anabranch.bench.serve.api import Api
@@ -26,9 +26,24 @@ STOP_SECONDS = 90.0
 POLL_SECONDS = 0.2
 
 
+class OwnServer(NamedTuple):
+    """A process that answers at an address."""
+
+    url: str
+    pid: int
+
+
 @contextmanager
 def launched(variant: Variant, progress: Progress) -> Generator[str]:
-    """The address of a server that answers; it is stopped afterwards, whatever happens."""
+    """The address of a server under one setting, for as long as it is needed."""
+    progress(f"starting a server, {variant.name}", 0, 0)
+    with running(server_settings(variant.options), variant.environment) as server:
+        yield server.url
+
+
+@contextmanager
+def running(settings: dict[str, Any], environment: dict[str, str]) -> Generator[OwnServer]:
+    """A server that answers; it is stopped afterwards, whatever happens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -36,32 +51,36 @@ def launched(variant: Variant, progress: Progress) -> Generator[str]:
     with tempfile.TemporaryFile() as said:
         process = subprocess.Popen(
             [sys.executable, "-m", "anabranch.bench.serve.own_server",
-             json.dumps(server_settings(variant.options, port))],
-            env=os.environ | variant.environment,
+             json.dumps(settings | {"port": port})],
+            env=os.environ | environment,
             stdin=subprocess.DEVNULL,
             stdout=said,
             stderr=said,
             start_new_session=True,  # an interrupt is ours to pass on
         )  # fmt: skip
         try:
-            progress(f"starting a server, {variant.name}", 0, 0)
             _wait_until_healthy(process, url, said)
-            yield url
+            yield OwnServer(url, process.pid)
         finally:
             _stop(process)
 
 
-def server_settings(options: ServeOptions, port: int) -> dict[str, Any]:
+def server_settings(options: ServeOptions) -> dict[str, Any]:
     """What `own_server` reads. Its limits refuse nothing that the run sends."""
-    engine = options.engine_config() | {"model": options.launch}
-    if options.max_num_seqs is not None:
-        engine["max_num_seqs"] = options.max_num_seqs
     return {
-        "port": port,
-        "engine": engine,
+        "engine": engine_settings(options),
         "max_queue": max(256, options.num_prompts),
         "max_seconds": options.timeout,
     }
+
+
+def engine_settings(options: ServeOptions) -> dict[str, Any]:
+    """As `EngineConfig` calls them: room for what is asked, unless the context was given."""
+    engine = options.engine_config() | {"model": options.launch}
+    engine["max_model_len"] = options.max_model_len or options.longest
+    if options.max_num_seqs is not None:
+        engine["max_num_seqs"] = options.max_num_seqs
+    return engine
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:

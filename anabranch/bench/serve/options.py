@@ -10,17 +10,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from anabranch.bench.engine.engine_options import SCORERS, BenchOptions
-from anabranch.bench.engine.fields import check_positive, option
+from anabranch.bench.engine.engine_options import SCORERS, BenchOptions, EngineOptions
+from anabranch.bench.engine.fields import check_positive, option, options_of
 
 ENDPOINTS = ("completions", "chat")
-COMPARE = ("speculative", "scorer", "graphs", "compile")
+SWITCHES = tuple(each.flag[2:] for each in options_of(EngineOptions) if each.type is bool)
+COMPARE = ("speculative", "scorer", *SWITCHES)
 SWEEPS = ("concurrency", "rate")
-NO_MERGE_SWITCH = (
-    "--compare merge: a served model merges inside its attention kernel, which has no second "
-    "implementation, and never calls anabranch.merge, so ANABRANCH_MERGE changes nothing here; "
-    "compare the implementations of merge with `anabranch bench merge`"
-)
 
 
 class Load(NamedTuple):
@@ -53,6 +49,11 @@ class ServeOptions(BenchOptions):
     )
     input_len: int = option(128, "Tokens of a random prompt.")
     output_len: int = option(64, "Tokens of an answer, at most.")
+    cases: str | None = option(
+        None,
+        "Lengths to run one after the other, input x output: '4096x1024,8192x64'.",
+        metavar="INxOUT,..",
+    )
     range_ratio: float = option(
         0.0, "Random lengths vary by this much: 0.5 draws from half to one and a half times."
     )
@@ -82,6 +83,9 @@ class ServeOptions(BenchOptions):
         None, "Serve this model for the run, with the engine options below.", metavar="MODEL"
     )
     max_num_seqs: int | None = option(None, "With --launch: sequences at once.")
+    engine: bool = option(
+        False, "With --launch: time the engine alone, too, under the last setting."
+    )
     compare: str | None = option(
         None, "With --launch: run both settings of this, side by side.", choices=COMPARE
     )
@@ -92,8 +96,6 @@ class ServeOptions(BenchOptions):
     )
 
     def __post_init__(self) -> None:
-        if self.compare == "merge":
-            raise ValueError(NO_MERGE_SWITCH)
         super().__post_init__()
         check_positive(
             self,
@@ -107,6 +109,8 @@ class ServeOptions(BenchOptions):
         if self.plot is not None and self.sweep is None:
             raise ValueError("--plot draws against load: give --sweep, too")
         self._check_comparison()
+        self._check_engine()
+        self.each_case()
         self.more_fields()
         self.loads()
 
@@ -120,6 +124,41 @@ class ServeOptions(BenchOptions):
             name, _, values = self.compare_env.partition("=")
             if not name or len([value for value in values.split(",") if value]) < 2:
                 raise ValueError(f"--compare-env must be NAME=A,B, got {self.compare_env!r}")
+
+    def _check_engine(self) -> None:
+        if self.engine and self.launch is None:
+            raise ValueError("--engine needs --launch MODEL")
+        if self.engine and (self.endpoint != "completions" or self._has_rates):
+            raise ValueError("--engine needs --endpoint completions, and no rate of requests")
+
+    @property
+    def _has_rates(self) -> bool:
+        return any(load.rate is not None for load in self.loads())
+
+    def each_case(self) -> list[ServeOptions]:
+        """These options with each of the lengths."""
+        if self.cases is None:
+            return [self]
+        sizes = [case.split("x") for case in self.cases.split(",")]
+        if any(len(size) != 2 or not all(map(str.isdecimal, size)) for size in sizes):
+            raise ValueError(f"--cases must be like 4096x1024,8192x64, got {self.cases!r}")
+        return [replace(self, cases=None, input_len=int(i), output_len=int(o)) for i, o in sizes]
+
+    @property
+    def sizes(self) -> str:
+        """Of a random request, in a few words."""
+        return f"{self.input_len} in, {self.output_len} out"
+
+    @property
+    def longest(self) -> int | None:
+        """Tokens of a sequence, at most, where that is known."""
+        if self.prompts is not None or self.endpoint == "chat":
+            return None
+        largest = 1 + self.range_ratio
+        return max(
+            round(case.input_len * largest) + round(case.output_len * largest)
+            for case in self.each_case()
+        )
 
     def more_fields(self) -> dict[str, Any]:
         """What --extra-body adds to a request."""
@@ -166,8 +205,12 @@ class ServeOptions(BenchOptions):
             plain = replace(self, speculative="off", draft_model=None)
             settings = [plain, replace(self, speculative=method)]
         else:
-            settings = [replace(self, **{self.compare: on}) for on in (False, True)]
-        return [Variant(each.setting(), each, {}) for each in settings]
+            switch = self.compare.replace("-", "_")
+            settings = [replace(self, **{switch: on}) for on in (False, True)]
+        names = [each.setting() for each in settings]
+        if len(set(names)) < len(names):  # a switch that settings do not mention
+            names = [f"{self.compare} {value}" for value in ("off", "on")]
+        return [Variant(name, each, {}) for name, each in zip(names, settings, strict=True)]
 
 
 class Variant(NamedTuple):
