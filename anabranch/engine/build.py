@@ -95,7 +95,8 @@ def _compiles(config: EngineConfig, target: LoadedModel, device: torch.device) -
 
 def _shapes(limits: Limits) -> list[GraphKey]:
     """Steps that select every kind of tile: few and many queries of few and many sequences."""
-    lengths = sorted({1, CATCH_UP, 1 + limits.max_drafts, 16, 64, 512, limits.max_model_len})
+    longest = min(limits.max_model_len, limits.max_num_tokens)
+    lengths = sorted({1, CATCH_UP, 1 + limits.max_drafts, 16, 64, 512, longest})
     batches = sorted({1, min(8, limits.max_num_seqs), limits.max_num_seqs})
     keys = [GraphKey(length, batch) for length in lengths for batch in batches]
     return [key for key in keys if key.num_tokens <= limits.max_num_tokens]

@@ -1,4 +1,4 @@
-"""The engine's part of the README, from benchmarks/results/engine/."""
+"""The engine's and the server's part of the README, from benchmarks/results/."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path("benchmarks/results/engine")
+FOLDER = Path("benchmarks/results")
 Table = tuple[str, list[str], list[list[str]]]  # title, columns, lines
 
 
@@ -16,7 +16,7 @@ def engine_section(root: Path) -> str | None:
     parts = [
         _part(path, TABLES[kind])
         for kind in TABLES
-        for path in sorted((root / FOLDER).glob(f"*{kind}.json"))
+        for path in sorted((root / FOLDER).glob(f"{kind}.json"))
     ]
     return "\n\n".join(parts) if parts else None
 
@@ -37,11 +37,18 @@ def _row(cells: Sequence[str]) -> str:
 
 def _latency(results: dict[str, Any]) -> Table:
     lines = [
-        [row["case"], f"{row['ms_a_step']:.2f}", f"{row['prefill_ms']:.0f}", _stages(row)]
+        [row["case"], _ms(row["ms_a_step"]), f"{row['prefill_ms']:.0f}", _stages(row)]
         for row in results["rows"]
     ]
-    title = f"**Latency**, {results['options']['model']}, sequences x tokens:"
+    settings = {row["setting"] for row in results["rows"]} - {"plain"}
+    title = (
+        f"**Latency**, {', '.join([results['options']['model'], *settings])}, sequences x tokens:"
+    )
     return title, ["case", "ms a step, all decoding", "ms for all prompts", "stages, ms"], lines
+
+
+def _ms(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
 
 
 def _stages(row: dict[str, Any]) -> str:
@@ -93,9 +100,48 @@ def _cpu(results: dict[str, Any]) -> Table:
     return title, ["", "median"], lines
 
 
+def _serve(results: dict[str, Any]) -> Table:
+    names = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms")
+    lines = [
+        [row["load"].rpartition(",")[0], row["setting"], *(f"{row[name]:.1f}" for name in names)]
+        for row in sorted(results["rows"], key=lambda row: row["total_input_tokens"])
+    ]
+    options = results["options"]
+    title = (
+        f"**Serving**, {results['rows'][0]['model']}, {options['num_prompts']} requests, "
+        f"{options['concurrency']} at once, through HTTP:"
+    )
+    columns = ["load", "setting", "output tokens/s", "TTFT, ms", "TPOT, ms", "ITL, ms"]
+    return title, columns, lines
+
+
+def _soak(results: dict[str, Any]) -> Table:
+    options = results["options"]
+    names = ("completed", "vanished", "failed", "kv_usage_end")
+    lines = [
+        [
+            *(f"{row[name]:g}" for name in names),
+            f"{row['median_health_ms']:.1f} / {row['p99_health_ms']:.1f}",
+            f"{row['memory_mib_early']:.0f} / {row['memory_mib_late']:.0f}",
+        ]
+        for row in results["rows"]
+    ]
+    title = (
+        f"**Soak**, {options['model']}, {options['clients']} clients for {options['seconds']:g} s, "
+        f"{options['vanish']:.0%} vanishing:"
+    )
+    columns = ["completed", "vanished", "failed", "KV usage at the end"]
+    health = "/health p50 / p99, ms"
+    return title, [*columns, health, "memory, first / second half, MiB"], lines
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
-    "latency": _latency,
-    "scorers": _scorers,
-    "throughput": _throughput,
-    "cpu": _cpu,
+    "engine/*latency": _latency,
+    "engine/*draft": _latency,
+    "engine/*scorers": _scorers,
+    "engine/*throughput": _throughput,
+    "serve/*merge": _serve,
+    "serve/*scorers": _serve,
+    "engine/cpu": _cpu,
+    "serve/*soak": _soak,
 }
