@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tolerance import assert_close
 from torch import nn
 
+from anabranch.models import linear as linear_module
 from anabranch.models.linear import CpuLinear, use_row_linear
 
 
@@ -14,13 +17,19 @@ from anabranch.models.linear import CpuLinear, use_row_linear
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 8, 9])
 @pytest.mark.parametrize(("size", "outputs"), [(24, 40), (24, 24), (24, 10), (24, 7)])
-def test_values(bias: bool, num_rows: int, size: int, outputs: int) -> None:
+@pytest.mark.parametrize("packed", [True, False])
+def test_values(
+    packed: bool, bias: bool, num_rows: int, size: int, outputs: int, monkeypatch: Any
+) -> None:
+    if not packed:
+        monkeypatch.setattr(linear_module, "PACKED_BYTES", 0)
     layer = nn.Linear(size, outputs, bias=bias)
     x = torch.randn(2, num_rows, size)[:1].transpose(1, 2).contiguous().transpose(1, 2)
     by_torch = layer(x)
     exact = layer.double()(x.double())
     assert use_row_linear(nn.Sequential(layer.float())) == 1
     assert isinstance(layer, CpuLinear)
+    assert (layer.packed is not None) == packed
     y = layer(x)
     assert y.shape == by_torch.shape
     assert_close(y, exact, by_torch)
