@@ -15,7 +15,7 @@ from anabranch.models.linear import CpuLinear, use_row_linear
 
 @torch.no_grad()
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 8, 9])
+@pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 8, 9, 256, 257, 600])
 @pytest.mark.parametrize(("size", "outputs"), [(24, 40), (24, 24), (24, 10), (24, 7)])
 @pytest.mark.parametrize("packed", [True, False])
 def test_values(

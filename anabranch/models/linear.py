@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from typing import cast
 
 import torch
@@ -11,7 +12,9 @@ from torch.nn import functional
 from anabranch.linear import linear
 
 MAX_FEW_ROWS = 8
-PACKED_ROWS = 4  # from here on packed weights are faster, where there are any
+# Numbers of rows for packed weights, which are faster from the first on: oneDNN makes and keeps
+# code and memory for each (about 1 MB and 1 ms a weight), so there must be few.
+PACKED_ROWS = (4, 5, 6, 7, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 PACKED_BYTES = 2 << 30  # a packed copy of all weights may take so much memory
 
 
@@ -37,8 +40,10 @@ class CpuLinear(nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias."""
         x = input.reshape(-1, self.in_features)
-        if self.packed is not None and len(x) >= PACKED_ROWS:
-            y = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
+        if self.packed is not None and len(x) >= PACKED_ROWS[0]:
+            starts = range(0, len(x), PACKED_ROWS[-1])
+            pieces = [self._by_packed(x[start : start + PACKED_ROWS[-1]]) for start in starts]
+            y = torch.cat(pieces) if len(pieces) > 1 else pieces[0]
             return y.view(*input.shape[:-1], self.out_features)
         shares = self._shares(len(x))
         if not shares:
@@ -49,6 +54,12 @@ class CpuLinear(nn.Linear):
         if self.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
             y += self.bias
         return y.view(*input.shape[:-1], self.out_features)
+
+    def _by_packed(self, x: torch.Tensor) -> torch.Tensor:
+        rows = PACKED_ROWS[bisect_left(PACKED_ROWS, len(x))]
+        padded = x if len(x) == rows else functional.pad(x, (0, 0, 0, rows - len(x)))
+        y = torch.ops.mkldnn._linear_pointwise(padded, self.packed, self.bias, "none", [], "")
+        return y[: len(x)]
 
     def pack(self) -> None:
         """Make the copy of the weights; not to be changed afterwards."""
