@@ -199,6 +199,20 @@ def test_blocks_dealt_out_whole(
     assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
 
 
+@every_device
+@pytest.mark.parametrize(("longest", "dealt"), [(40, True), (1000, False)])
+def test_a_long_block_among_many_is_cut(
+    longest: int, dealt: bool, device: str, monkeypatch: Any
+) -> None:
+    """Also where there are so many rounds that they are not added up."""
+    monkeypatch.setattr("anabranch.plan.num_sms", lambda _: 4)
+    lengths = (longest, *(16,) * 129)
+    case = Case(q_lens=(1,) * 130, k_lens=lengths, source="ragged", dims=(16, 16), dtype=HALF)
+    q, keys, options = make_inputs(replace(case, device=device), 0)
+    plan = plan_for(q, keys, options, config=LONG)
+    assert (plan.schedule[5].item() > 0) == dealt
+
+
 def one_sequence(keys: KeySource, seq: int) -> KeySource:
     if isinstance(keys, RaggedKV):
         return RaggedKV(keys.k, keys.v, keys.cu_seqlens[seq : seq + 2])

@@ -44,7 +44,6 @@ ENGINES: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 9, "max_num_seqs": 5},
     "pages of 5": {"page_size": 5},
     "separate projections": {"join_projections": False},
-    "merge apart": {"fused_merge": False},
     "preempted": {"kv_cache_gib": pages(9), "max_model_len": 120},
     "n-gram": {"speculative": NGRAM},
     "n-gram, adaptive": {"speculative": NGRAM | {"adaptive": True}},

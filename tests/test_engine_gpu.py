@@ -47,9 +47,10 @@ pytestmark = pytest.mark.gpu
 LENGTH, Q_LEN, NUM_SEQS = 259, 3, 8  # where graphs once went wrong, in another library
 WIDTHS = {17: 17 * 16 - 2, 256: 256 * 16 - 2}  # pages of a table by max_model_len, with two drafts
 ON_GPU = {"device": "cuda", "dtype": "float32", "kv_cache_gib": 0.01}
+APART = {"merge apart": {"fused_merge": False}}
 SELECTED = (
     "batched",
-    "merge apart",
+    *APART,
     "chunked",
     "preempted",
     "n-gram",
@@ -259,7 +260,7 @@ def expected() -> list[list[int]]:
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", SELECTED)
 def test_tokens_are_the_same(name: str, cuda_graphs: bool, expected: list[list[int]]) -> None:
-    llm = tiny(**ON_GPU | {"max_num_seqs": 8} | ENGINES[name], cuda_graphs=cuda_graphs)
+    llm = tiny(**ON_GPU | {"max_num_seqs": 8} | (ENGINES | APART)[name], cuda_graphs=cuda_graphs)
     assert outputs(llm, PROMPTS) == expected
     assert outputs(llm, PROMPTS) == expected, "with the cache as the first round left it"
     assert (llm.stats.num_graph_steps > 0) == cuda_graphs
@@ -273,7 +274,7 @@ def test_prompts_as_long_as_a_verification(name: str) -> None:
     """A graph of five tokens a sequence fits a prompt of five as well."""
     prompts = random_prompts(7, (5, 5, 5, 4, 6, 1, 2))
     params = replace(GREEDY, prompt_logprobs=1)
-    llm = tiny(**ON_GPU, max_num_seqs=8, **ENGINES[name])
+    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | APART)[name])
     plain = tiny(**ON_GPU, max_num_seqs=8, cuda_graphs=False)
     assert one_by_one(llm, prompts) == one_by_one(plain, prompts)
     assert outputs(llm, prompts) == outputs(plain, prompts)
@@ -338,7 +339,7 @@ def no_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
 def test_a_launch_waits_for_nothing_and_copies_once(
     name: str, cuda_graphs: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = tiny(**ON_GPU, max_num_seqs=8, **ENGINES[name], cuda_graphs=cuda_graphs)
+    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | APART)[name], cuda_graphs=cuda_graphs)
     params = SamplingParams(
         temperature=temperature,
         seed=1,
@@ -356,7 +357,7 @@ def test_a_launch_waits_for_nothing_and_copies_once(
 
 @pytest.mark.parametrize("name", ["batched", "n-gram", "draft"])
 def test_the_device_sees_one_copy_to_the_host_a_step(name: str) -> None:
-    llm = tiny(**ON_GPU, max_num_seqs=8, **ENGINES[name])
+    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | APART)[name])
     outputs(llm, PROMPTS)
     before = llm.stats.num_steps
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

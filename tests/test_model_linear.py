@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -42,3 +43,14 @@ def test_tied_weights_stay_tied() -> None:
     use_row_linear(nn.Sequential(embedding, head))
     assert isinstance(head, CpuLinear)
     assert head.weight is embedding.weight
+
+
+@torch.no_grad()
+def test_packed_weights_follow_their_layer() -> None:
+    layer = nn.Linear(24, 40)
+    use_row_linear(nn.Sequential(layer))
+    x = torch.randn(8, 24)
+    twin = copy.deepcopy(layer)
+    torch.testing.assert_close(twin(x), layer(x))
+    layer.bfloat16()
+    assert layer(x.bfloat16()).dtype == torch.bfloat16

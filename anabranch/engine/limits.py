@@ -16,7 +16,7 @@ from anabranch.models import LoadedModel
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 SAMPLING_COPIES = 8  # float32 copies of the logits that sampling may hold at once
-GRAPH_BYTES = GIB // 2  # that captured graphs keep of a GPU
+GRAPH_BYTES = GIB  # that captured graphs may keep of a GPU
 FALLBACK_CONTEXT = 2048  # of a model that names no limit
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -62,9 +62,18 @@ class CpuLinear(nn.Linear):
         return y[: len(x)]
 
     def pack(self) -> None:
-        """Make the copy of the weights; not to be changed afterwards."""
+        """Make the copy of the weights, which are not to be changed in place afterwards."""
         weight = self.weight.detach()
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, 2 * MAX_FEW_ROWS)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CpuLinear:
+        """Moved or converted weights have no copy."""
+        self.packed = None
+        return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies of a layer make their own copy of the weights, or none."""
+        return {name: value for name, value in self.__dict__.items() if name != "packed"}
 
     def _shares(self, num_rows: int) -> int:
         """Into how many parts to cut the outputs; 0 where nn.Linear is faster."""

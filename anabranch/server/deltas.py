@@ -91,9 +91,9 @@ class Teller:
         """What is new, told once."""
         request = self._request
         prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if not self._told_prompt:  # any continuation that has begun knows them
-            begun = next(seq for seq in request.seqs if seq.num_output)
-            prompt_logprobs, self._told_prompt = [None, *begun.prompt_logprobs], True
+        if not self._told_prompt:  # the first continuation computes them, and begins first
+            first = request.seqs[0]
+            prompt_logprobs, self._told_prompt = [None, *first.prompt_logprobs], True
         return RequestDelta(
             request.request_id,
             [self._choice(seq) for seq in request.seqs if seq.num_output > self._tokens[seq.index]],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal
+from typing import Literal, cast
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, Field
@@ -95,10 +95,11 @@ async def tokenizer_info(request: Request) -> TokenizerInfo:
     tokenizer = service_of(request).engine.info.tokenizer
     if tokenizer is None:
         raise ApiError(404, "this model has no tokenizer: give token ids")
-    names = ("bos_token", "eos_token", "pad_token", "chat_template")
+    template = cast("str | dict[str, str] | None", tokenizer.chat_template)
     return TokenizerInfo(
         tokenizer_class=type(tokenizer).__name__,
-        **{name: getattr(tokenizer, name) for name in names},
+        **{name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")},
+        chat_template=template.get("default") if isinstance(template, dict) else template,
     )
 
 

@@ -37,7 +37,7 @@ def _row(cells: Sequence[str]) -> str:
 
 def _latency(results: dict[str, Any]) -> Table:
     lines = [
-        [row["case"], _ms(row["ms_a_step"]), f"{row['prefill_ms']:.0f}", _stages(row)]
+        [row["case"], _number(row["ms_a_step"]), f"{row['prefill_ms']:.0f}", _stages(row)]
         for row in results["rows"]
     ]
     settings = {row["setting"] for row in results["rows"]} - {"plain"}
@@ -47,8 +47,8 @@ def _latency(results: dict[str, Any]) -> Table:
     return title, ["case", "ms a step, all decoding", "ms for all prompts", "stages, ms"], lines
 
 
-def _ms(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f}"
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
 
 
 def _stages(row: dict[str, Any]) -> str:
@@ -103,7 +103,7 @@ def _cpu(results: dict[str, Any]) -> Table:
 def _serve(results: dict[str, Any]) -> Table:
     names = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms")
     lines = [
-        [row["load"].rpartition(",")[0], row["setting"], *(f"{row[name]:.1f}" for name in names)]
+        [row["load"].rpartition(",")[0], row["setting"], *(_number(row[name], 1) for name in names)]
         for row in sorted(results["rows"], key=lambda row: row["total_input_tokens"])
     ]
     options = results["options"]
@@ -121,8 +121,8 @@ def _soak(results: dict[str, Any]) -> Table:
     lines = [
         [
             *(f"{row[name]:g}" for name in names),
-            f"{row['median_health_ms']:.1f} / {row['p99_health_ms']:.1f}",
-            f"{row['memory_mib_early']:.0f} / {row['memory_mib_late']:.0f}",
+            f"{_number(row['median_health_ms'], 1)} / {_number(row['p99_health_ms'], 1)}",
+            f"{_number(row['memory_mib_early'], 0)} / {_number(row['memory_mib_late'], 0)}",
         ]
         for row in results["rows"]
     ]

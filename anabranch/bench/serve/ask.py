@@ -54,10 +54,11 @@ async def _receive(response: Response, outcome: Outcome, leave_after: int | None
         for event in events.feed(piece):
             if (failure := stream.take(event, now)) is not None:
                 return failure
-        if leave_after is not None and len(outcome.arrivals) >= leave_after:
-            return None
         if stream.done:
             break
+        if leave_after is not None and len(outcome.arrivals) >= leave_after:
+            outcome.left = True
+            return None
     return stream.verdict()
 
 

@@ -25,6 +25,7 @@ class Outcome:
     num_output: int = 0
     num_cached: int = 0
     failure: Failure | None = None
+    left: bool = False  # the client went before the end
 
     @property
     def ttft(self) -> float:

@@ -74,7 +74,7 @@ async def _client(options: SoakOptions, api: Api, model: str, number: int, tally
         leaves = rng.random() < options.vanish
         after = rng.randint(1, max(options.output_len // 2, 1)) if leaves else None
         outcome = await ask(api, "completions", body, leave_after=after)
-        if leaves and outcome.failure is None:
+        if outcome.left:
             tally.vanished += 1
         else:
             tally.answered.append(outcome)

@@ -45,8 +45,11 @@ def level_of(blocks_ptr, blocks, inside, most):
 
 
 @triton.jit
-def longest_turns(dealt_ptr, num_blocks, num_rounds, C: tl.constexpr, CHUNK: tl.constexpr):
-    """The units of the program that has most of them, if pairs are dealt out whole."""
+def longest_turns(dealt_ptr, num_blocks, num_rounds, most, C: tl.constexpr, CHUNK: tl.constexpr):
+    """The units of the program that has most of them, if pairs are dealt out whole.
+
+    A block counts as the longest of its level, so that the order within a level changes nothing.
+    """
     longest = 0
     for start in range(0, C.num_programs, CHUNK):
         programs = start + tl.arange(0, CHUNK)
@@ -54,7 +57,8 @@ def longest_turns(dealt_ptr, num_blocks, num_rounds, C: tl.constexpr, CHUNK: tl.
         for turn in range(num_rounds):
             place, _ = pair_of(turn, programs, C)
             inside = (programs < C.num_programs) & (place < num_blocks)
-            num_tiles = tl.load(dealt_ptr + place * RECORD + 6, inside, other=0)
-            units += units_of(num_tiles, 0, C)
+            level = level_of(dealt_ptr, place, inside, most).to(tl.int64)
+            num_tiles = (most - tl.cdiv(level * most, LEVELS - 1)).to(tl.int32)
+            units += tl.where(inside, units_of(num_tiles, 0, C), 0)
         longest = tl.maximum(longest, tl.max(units))
     return longest

@@ -37,7 +37,7 @@ from anabranch.kernels.triton.schedule_layout import (
     units_of,
 )
 
-MANY_ROUNDS: tl.constexpr = tl.constexpr(64)  # so many are even enough without a look
+MANY_ROUNDS: tl.constexpr = tl.constexpr(64)  # so many are not added up
 
 
 def schedule(
@@ -186,9 +186,11 @@ def schedule_kernel(
         counts_ptr = seqs_ptr + num_seqs + 1
         sort_blocks(blocks_ptr, dealt_ptr, counts_ptr, num_blocks, most, CHUNK)
         num_rounds = tl.cdiv(num_blocks * C.num_kv_heads, C.num_programs)
+        is_even = most * 8 <= share
         if num_rounds < MANY_ROUNDS:
-            longest = longest_turns(dealt_ptr, num_blocks, num_rounds, C, CHUNK)
-            num_rounds = tl.where(longest <= share + C.merge_price, num_rounds, 0)
+            longest = longest_turns(dealt_ptr, num_blocks, num_rounds, most, C, CHUNK)
+            is_even = longest <= share + C.merge_price
+        num_rounds = tl.where(is_even, num_rounds, 0)
     tl.store(schedule_ptr + 5, num_rounds)
     tl.store(schedule_ptr, share)
     tl.store(schedule_ptr + 1, num_units)
