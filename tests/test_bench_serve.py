@@ -708,5 +708,5 @@ def test_a_soak_loses_nothing() -> None:
     assert row["completed"] and row["vanished"]
     assert (row["failed"], row["unhealthy"], row["kv_usage_end"]) == (0, 0, 0.0)
     assert row["total_output_tokens"] == 16 * row["completed"]
-    assert row["kv_usage_peak"] > 0 and row["health_requests"]
+    assert row["health_requests"]
     assert soak_table(results_of(row)).lines[0] == ["completed", str(row["completed"])]
