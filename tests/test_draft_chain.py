@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from drafting import propose
 from tiny_models import (
     VOCAB,
     CalledGraphs,
@@ -28,6 +29,7 @@ from anabranch.engine.llm import LLM
 from anabranch.engine.sample_batch import SampleBatch
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_params import SamplingParams
+from anabranch.engine.sampling_rows import SamplingRows
 from anabranch.engine.scheduler import Scheduled
 from anabranch.speculative.draft_chain import ChainKey, DraftChain, chain_keys
 from anabranch.speculative.draft_draws import DraftDraws, Kind
@@ -72,6 +74,7 @@ def start(
         seq.prompt_len, seq.row = length - 1, 3 * place % num_rows
         assert seq.pages.grow(length + number)
         runs.append(Scheduled(seq, length - 1, 1 + number, number))
+    llm.engine._launcher._own_rows(runs)
     known = [Scheduled(run.seq, 0, run.start - 1, samples=False) for run in runs if run.start > 1]
     for run in known:
         chain_of(llm).runner.run([run])
@@ -118,7 +121,7 @@ def a_pass_at_a_time(
 def by_sampler(llm: LLM, runs: list[Scheduled]) -> Choose:
     """Every draft by the sampler that verifies, with the parameters of its request."""
     table = llm.engine._launcher._built.unseen
-    sampler = Sampler(len(table), VOCAB, table.device)
+    sampler = Sampler(SamplingRows(len(table), VOCAB), table.device)
     for run in runs:
         sampler.add(run.seq.row or 0, run.seq.params, [], [], run.seq.seed)
 
@@ -131,7 +134,7 @@ def by_sampler(llm: LLM, runs: list[Scheduled]) -> Choose:
         batch = SampleBatch(
             rows=rows, num_outputs=[1 + place] * len(rows), num_drafts=[0] * len(rows)
         )
-        return sampler.propose(logits, batch)
+        return propose(sampler, logits, batch)
 
     return choose
 
@@ -229,17 +232,16 @@ def test_inert_sequences_keep_nothing_and_write_no_row_of_another(llm: LLM) -> N
 
 
 def test_drafts_of_a_large_top_k_come_from_fewer_tokens() -> None:
-    draws = DraftDraws(max_num_seqs=2, max_drafts=2, vocab_size=VOCAB, device=torch.device("cpu"))
     llm = tiny(speculative=DRAFT, max_num_seqs=11)
+    draws = DraftDraws(llm.engine._launcher._built.rows, 2, torch.device("cpu"))
     with started(llm, [5, 5], [2, 2], [{"top_k": 90}, {"top_k": 3}]) as runs:
-        runs[1].seq.row = 1
         assert draws.kind(runs) is Kind.FILTERED
         draws.load(runs, 2)
         logits = torch.randn(2, VOCAB)
         tokens = draws.choose(logits, 1, Kind.FILTERED)
-        kept = draws.probs[:, 1] > 0
+        kept = draws.probs[:2, 1] > 0
         assert kept.sum(1).tolist() == [64, 3]
-        torch.testing.assert_close(draws.probs[:, 1].sum(1), torch.ones(2))
+        torch.testing.assert_close(draws.probs[:2, 1].sum(1), torch.ones(2))
         assert kept.gather(1, tokens[:, None]).all()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from drafting import propose
 from torch import Tensor
 
 from anabranch.engine.logits import _argmax_in_pieces
@@ -19,6 +20,7 @@ from anabranch.engine.sample_random import ACCEPT, DRAFT, DRAW, child_seed, fres
 from anabranch.engine.sample_weights import UNIT, draw, fine_bins, keep_top_p, weights_of
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_params import SamplingParams
+from anabranch.engine.sampling_rows import SamplingRows
 
 VOCAB = 12
 FILTERS: dict[str, dict[str, Any]] = {
@@ -33,7 +35,7 @@ FILTERS: dict[str, dict[str, Any]] = {
 
 
 def sampler_of(*requests: SamplingParams, vocab: int = VOCAB, first_seed: int = 0) -> Sampler:
-    sampler = Sampler(len(requests), vocab, "cpu")
+    sampler = Sampler(SamplingRows(len(requests), vocab), "cpu")
     for row, params in enumerate(requests):
         sampler.add(row, params, [1, 2], [], first_seed + row)
     return sampler
@@ -114,7 +116,7 @@ def test_filters_equal_the_slow_ones(vocab: int, dtype: torch.dtype, spread: flo
     # Distinct in every dtype, so that there are no ties to keep.
     levels = torch.arange(vocab).double() * (spread / vocab)
     logits = torch.stack([levels[torch.randperm(vocab)] for _ in requests]).to(dtype)
-    _, probs = sampler_of(*requests, vocab=vocab).propose(logits, batch_of(len(requests)))
+    _, probs = propose(sampler_of(*requests, vocab=vocab), logits, batch_of(len(requests)))
     for params, row, found in zip(requests, logits, probs, strict=True):
         expected = expected_probs(row, params)
         assert torch.equal(found > 0, expected * UNIT > expected.max()), params
@@ -124,7 +126,7 @@ def test_filters_equal_the_slow_ones(vocab: int, dtype: torch.dtype, spread: flo
 def test_ties_are_kept_by_filters() -> None:
     logits = torch.tensor([[0.0, 5.0, 3.0, 3.0, 3.0, 0.0]]).expand(2, -1)
     sampler = sampler_of(SamplingParams(top_k=2), SamplingParams(top_p=0.8), vocab=6)
-    _, probs = sampler.propose(logits, batch_of(2))
+    _, probs = propose(sampler, logits, batch_of(2))
     assert ((probs > 0) == torch.tensor([False, True, True, True, True, False])).all()
 
 
@@ -185,9 +187,9 @@ def test_child_and_fresh_seeds() -> None:
 def test_a_seed_reproduces_in_any_row_of_any_batch() -> None:
     params = SamplingParams(temperature=0.9, top_p=0.95, top_k=30)
     logits = torch.randn(20, 700) * 2
-    alone = Sampler(1, 700, "cpu")
+    alone = Sampler(SamplingRows(1, 700), "cpu")
     alone.add(0, params, [], [], 123)
-    many = Sampler(40, 700, "cpu")
+    many = Sampler(SamplingRows(40, 700), "cpu")
     for row in range(40):
         many.add(row, SamplingParams(top_p=0.5, repetition_penalty=1.2), [1], [], row)
     many.remove(33)
@@ -261,7 +263,7 @@ def test_penalties_equal_the_slow_ones_and_survive_preemption() -> None:
 
 def test_min_tokens_bans_stops_until_then() -> None:
     params = SamplingParams(temperature=0, min_tokens=3, stop_token_ids=[4])
-    sampler = Sampler(3, VOCAB, "cpu")
+    sampler = Sampler(SamplingRows(3, VOCAB), "cpu")
     sampler.add(0, params, [], [], 0, [7])
     sampler.add(1, SamplingParams(min_tokens=3, ignore_eos=True, top_k=1), [], [], 0, [7])
     sampler.add(2, SamplingParams(min_tokens=3, logit_bias={4: 50.0, 7: 50.0}), [], [], 0, [7])
@@ -387,7 +389,7 @@ def test_refusals() -> None:
 )
 def test_no_step_waits_for_the_gpu(drafts: str, options: dict[str, Any]) -> None:
     device, num_seqs, vocab = torch.device("cuda"), 5, 1000
-    sampler, twin = (Sampler(num_seqs, vocab, place) for place in (device, "cpu"))
+    sampler, twin = (Sampler(SamplingRows(num_seqs, vocab), place) for place in (device, "cpu"))
     num_drafts = [0] * num_seqs if drafts == "none" else [0, 2, 3, 1, 3]
     logits = torch.randn(sum(num_drafts) + num_seqs, vocab, device=device) * 3
     given: dict[str, Any] = {}

@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import propose
 from test_sampler import FILTERS, VOCAB, assert_distributed, batch_of, expected_probs, sampler_of
 from torch import Tensor
 
 from anabranch.engine.sample_batch import SampleBatch
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_params import SamplingParams
+from anabranch.engine.sampling_rows import SamplingRows
 from anabranch.speculative.verify import accept_by_ratio, accept_equal, emit, residual
 
 MODES = FILTERS | {"greedy": {"temperature": 0.0}}
@@ -74,7 +76,7 @@ def test_every_emitted_token_is_distributed_as_the_target(name: str, proposal: s
             )
         else:
             drafted = [
-                sampler.propose(logits.expand(num_seqs, -1), batch_of(num_seqs, start + step))
+                propose(sampler, logits.expand(num_seqs, -1), batch_of(num_seqs, start + step))
                 for step, logits in enumerate(draft)
             ]
             given["draft_tokens"] = torch.stack([tokens for tokens, _ in drafted], 1)
@@ -93,7 +95,7 @@ def test_drawn_drafts_are_accepted_as_often_as_they_can_be() -> None:
     target, draft = torch.randn(2, VOCAB), torch.randn(VOCAB)
     p, q = torch.softmax(target[0], 0), torch.softmax(draft, 0)
     sampler = sampler_of(*[SamplingParams()] * num_seqs)
-    tokens, probs = sampler.propose(draft.expand(num_seqs, -1), batch_of(num_seqs))
+    tokens, probs = propose(sampler, draft.expand(num_seqs, -1), batch_of(num_seqs))
     drafts = {"draft_tokens": tokens.unsqueeze(1), "draft_probs": probs.unsqueeze(1)}
     batch = batch_of(num_seqs, num_drafts=[1] * num_seqs, **drafts)
     rate = sampler.sample(target.repeat(num_seqs, 1), batch).num_accepted.double().mean().item()
@@ -103,7 +105,7 @@ def test_drawn_drafts_are_accepted_as_often_as_they_can_be() -> None:
 def test_drafts_equal_to_the_target_are_always_accepted() -> None:
     logits = torch.randn(1, VOCAB) * 3
     sampler = sampler_of(*[SamplingParams(top_p=0.9, temperature=0.7)] * 500)
-    tokens, probs = sampler.propose(logits.expand(500, -1), batch_of(500))
+    tokens, probs = propose(sampler, logits.expand(500, -1), batch_of(500))
     drafts = {"draft_tokens": tokens.unsqueeze(1), "draft_probs": probs.unsqueeze(1)}
     batch = batch_of(500, num_drafts=[1] * 500, **drafts)
     assert (sampler.sample(logits.expand(1000, -1), batch).num_accepted == 1).all()
@@ -123,7 +125,7 @@ NUM_OUTPUTS = 24
 
 
 def full_sampler() -> Sampler:
-    sampler = Sampler(len(REQUESTS), VOCAB, "cpu")
+    sampler = Sampler(SamplingRows(len(REQUESTS), VOCAB), "cpu")
     for row, params in enumerate(REQUESTS):
         sampler.add(row, params, [1, 2], [], 50 + row, [0])
     return sampler

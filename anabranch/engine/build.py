@@ -15,6 +15,7 @@ from anabranch.engine.inputs import StepInputs
 from anabranch.engine.layout import Scorer
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.engine.runner import Runner
+from anabranch.engine.sampling_rows import SamplingRows
 from anabranch.models import LoadedModel, load_model
 from anabranch.models.gated import gate_joined
 from anabranch.models.join import join_projections
@@ -36,6 +37,7 @@ class Built:
     limits: Limits
     runner: Runner
     draft: DraftChain | None
+    rows: SamplingRows  # parameters of the running requests
     unseen: torch.Tensor  # int64 [max_num_seqs, 1 + max_drafts]: tokens the host has not seen
 
 
@@ -57,10 +59,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     scorer = speculative.scorer if speculative else Scorer.MULTI_QUERY
     fused = config.fused_merge
     runner = _bind(target, layers, limits, unseen, scorer, fused)
+    rows = SamplingRows(limits.max_num_seqs, vocab_size(target))
     chain = None
     if draft is not None:
         drafter = _bind(draft, draft_layers, limits, unseen, Scorer.MULTI_QUERY, fused)
-        chain = _chain(drafter, limits, unseen, vocab_size(target))
+        chain = _chain(drafter, limits, unseen, rows)
     runners = [runner] if chain is None else [runner, chain.runner]
     if _compiles(config, target, device):
         for each in runners:
@@ -70,7 +73,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
             each.warm_up(_shapes(limits), say)
     if config.cuda_graphs and device.type == "cuda":
         _capture(config, limits, runner, chain, say)
-    return Built(target, device, limits, runner, chain, unseen)
+    return Built(target, device, limits, runner, chain, rows, unseen)
 
 
 def _capture(
@@ -165,7 +168,7 @@ def _bind(
     return Runner(loaded.model, layers, caches, inputs, unseen, scorer, fused_merge=fused_merge)
 
 
-def _chain(runner: Runner, limits: Limits, unseen: torch.Tensor, vocab: int) -> DraftChain:
+def _chain(runner: Runner, limits: Limits, unseen: torch.Tensor, rows: SamplingRows) -> DraftChain:
     inputs = DraftInputs(
         max_num_seqs=limits.max_num_seqs,
         max_num_pages=limits.table_width,
@@ -173,12 +176,7 @@ def _chain(runner: Runner, limits: Limits, unseen: torch.Tensor, vocab: int) -> 
         page_size=limits.page_size,
         device=unseen.device,
     )
-    draws = DraftDraws(
-        max_num_seqs=limits.max_num_seqs,
-        max_drafts=limits.max_drafts,
-        vocab_size=vocab,
-        device=unseen.device,
-    )
+    draws = DraftDraws(rows, limits.max_drafts, unseen.device)
     return DraftChain(runner, inputs, draws, unseen)
 
 

@@ -50,7 +50,7 @@ class Engine:
         self.stats = EngineStats()
         self.pool = PagePool(built.limits.num_pages)
         self.scheduler = Scheduler(self.pool, self.limits.max_num_seqs, self.limits.max_num_tokens)
-        sampler = Sampler(self.limits.max_num_seqs, self.vocab_size, self.device)
+        sampler = Sampler(built.rows, self.device)
         self._proposer = _make_proposer(config, built)
         self.adaptive = AdaptiveDrafts(
             built.limits.max_drafts,

@@ -16,12 +16,10 @@ from anabranch.engine.sample_random import ACCEPT, DRAW, uniforms
 from anabranch.engine.sample_transfer import Array, upload
 from anabranch.engine.sample_weights import (
     draw,
-    fine_bins,
-    keep_above,
-    keep_top_p,
+    filtered_weights,
+    greedy_or,
     one_hot,
     top_k_bounds,
-    weights_of,
     weights_of_probs,
 )
 from anabranch.engine.sampling_rows import SamplingRows, Work
@@ -40,15 +38,13 @@ _PENALTIES = ("repetition", "frequency", "presence")
 class SampleStep:
     """A batch, with everything small about it on the device after one copy."""
 
-    def __init__(
-        self, rows: SamplingRows, batch: SampleBatch, device: torch.device, *, stream: int = DRAW
-    ) -> None:
+    def __init__(self, rows: SamplingRows, batch: SampleBatch, device: torch.device) -> None:
         self.batch = batch
         self._table = rows.table[list(batch.rows)]
         self.work = Work(int(np.bitwise_or.reduce(self._table["work"])))
         arrays = self._layout_arrays()
         if Work.DRAW in self.work:
-            arrays |= self._drawing_arrays(stream)
+            arrays |= self._drawing_arrays()
         if Work.PENALTIES in self.work:
             arrays |= self._penalty_arrays()
         if self.work & (Work.BIAS | Work.MIN_TOKENS):
@@ -71,14 +67,14 @@ class SampleStep:
                 arrays |= {"seqs": self.positions.seqs, "steps": self.positions.steps}
         return arrays
 
-    def _drawing_arrays(self, stream: int) -> dict[str, Array]:
+    def _drawing_arrays(self) -> dict[str, Array]:
         seqs = self.positions.seqs
         arrays: dict[str, Array] = {
             name: self._table[name][seqs] for flag, name in _FILTERS.items() if flag in self.work
         }
         num_outputs = np.array(self.batch.num_outputs, np.int64)[seqs] + self.positions.steps
         seeds = self._table["seed"][seqs]
-        arrays["draws"] = uniforms(seeds, num_outputs, stream)
+        arrays["draws"] = uniforms(seeds, num_outputs, DRAW)
         if self.batch.draft_probs is not None:
             coins = uniforms(seeds, num_outputs, ACCEPT)
             arrays["coins"] = coins[self.positions.places[:, :-1]]
@@ -123,12 +119,8 @@ class SampleStep:
         bounds = [at["log_min_p"]] if Work.MIN_P in self.work else []
         if Work.TOP_K in self.work:
             bounds.append(top_k_bounds(logs, at["top_k"], int(self._table["top_k"].max())))
-        if bounds:
-            keep_above(logs, torch.maximum(bounds[0], bounds[-1]))
-        if Work.TOP_P not in self.work:
-            return weights_of(logs)
-        bins = fine_bins(logs)
-        return keep_top_p(weights_of(logs), bins, at["top_p"])
+        bound = torch.maximum(bounds[0], bounds[-1]) if bounds else None
+        return filtered_weights(logs, bound, at.get("top_p"))
 
     def choose(self, scores: Tensor, best: Tensor) -> Tensor:
         """What the target itself emits at each position: the best token, or one drawn."""
@@ -165,8 +157,7 @@ class SampleStep:
         weights = self.weigh(scores, best)
         if Work.GREEDY not in self.work:
             return weights
-        greedy = self.tensors["greedy"].unsqueeze(1)
-        return torch.where(greedy, one_hot(best, weights.shape[1]), weights)
+        return greedy_or(weights, best, self.tensors["greedy"])
 
     def _by_seq(self, rows: Tensor) -> Tensor:
         """[num_logits, ...] as [num_seqs, max_drafts + 1, ...]."""

@@ -72,6 +72,21 @@ def keep_top_p(weights: Tensor, bins: Tensor, top_p: Tensor) -> Tensor:
     return weights.masked_fill_(bins > (outer * _NUM_BINS + inner).int(), 0)
 
 
+def filtered_weights(log_weights: Tensor, bounds: Tensor | None, top_p: Tensor | None) -> Tensor:
+    """The weights of what is above `bounds` and within `top_p` of it; overwrites the logarithms."""
+    if bounds is not None:
+        keep_above(log_weights, bounds)
+    if top_p is None:
+        return weights_of(log_weights)
+    bins = fine_bins(log_weights)
+    return keep_top_p(weights_of(log_weights), bins, top_p)
+
+
+def greedy_or(weights: Tensor, best: Tensor, greedy: Tensor) -> Tensor:
+    """The weights, those of `greedy` [rows] on the best token alone."""
+    return torch.where(greedy.unsqueeze(1), one_hot(best, weights.shape[1]), weights)
+
+
 def _bin_sums(bins: Tensor, weights: Tensor) -> Tensor:
     sums = weights.new_zeros(weights.shape[0], _NUM_BINS)
     # Tokens without weight may be anywhere: in one bin, their additions would wait for each other.

@@ -7,13 +7,11 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from anabranch.engine.logits import clean_scores, first_argmax
+from anabranch.engine.logits import first_argmax
 from anabranch.engine.sample_batch import SampleBatch
 from anabranch.engine.sample_counts import TokenCounts
 from anabranch.engine.sample_output import SampleOutput
-from anabranch.engine.sample_random import DRAFT
 from anabranch.engine.sample_step import SampleStep
-from anabranch.engine.sample_weights import draw
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.sampling_rows import SamplingRows, Work
 
@@ -21,11 +19,11 @@ from anabranch.engine.sampling_rows import SamplingRows, Work
 class Sampler:
     """Every running request owns a row. No method waits for the device."""
 
-    def __init__(self, max_num_seqs: int, vocab_size: int, device: torch.device | str) -> None:
-        self.vocab_size = vocab_size
+    def __init__(self, rows: SamplingRows, device: torch.device | str) -> None:
+        self.vocab_size = rows.vocab_size
         self.device = torch.device(device)
-        self._max_num_seqs = max_num_seqs
-        self._rows = SamplingRows(max_num_seqs, vocab_size)
+        self._max_num_seqs = max_num_seqs = len(rows.table)
+        self._rows = rows
         self._taken = set[int]()
         self._counts: TokenCounts | None = None
         self._zeros = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
@@ -79,21 +77,6 @@ class Sampler:
             self._counts.emit(step.tensors["seq_rows"], tokens, num_emitted)
         logprobs = step.logprobs(logits, tokens) if Work.LOGPROBS in step.work else None
         return SampleOutput(tokens, num_emitted, num_accepted, logprobs)
-
-    def propose(self, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:
-        """Draft tokens [num_seqs] and the probabilities [num_seqs, vocab] they are drawn from.
-
-        `batch` has no drafts, and in `num_outputs` the position of the token to draft. Temperature
-        and filters are those of the request; biases and penalties are left to verification.
-        """
-        self._check(logits, batch)
-        step = SampleStep(self._rows, batch, self.device, stream=DRAFT)
-        scores = clean_scores(logits)
-        best = first_argmax(scores)
-        weights = step.target_weights(scores, best)
-        tokens = draw(weights, step.tensors["draws"]) if Work.DRAW in step.work else best
-        total = weights.sum(1, keepdim=True, dtype=torch.int64).clamp_(min=1)
-        return tokens, weights / total
 
     def _check(self, logits: Tensor, batch: SampleBatch) -> None:
         if logits.shape != (batch.num_logits, self.vocab_size):

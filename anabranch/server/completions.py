@@ -141,8 +141,7 @@ class CompletionReply:
         if delta.prompt_logprobs is not None:
             self._prompt_logprobs[place] = delta.prompt_logprobs
         index = place * body.num_choices + choice.number
-        begins = index not in self._offsets
-        echoes = bool(body.echo) and begins
+        echoes = bool(body.echo) and index not in self._offsets
         if body.max_tokens == 0:
             choice = choice._replace(text="", token_ids=[], logprobs=[], finish_reason="length")
         logprobs = None
@@ -158,12 +157,12 @@ class CompletionReply:
             logprobs=logprobs,
             finish_reason=finish_reason(choice),
             stop_reason=choice.stop_reason,
-            **self._extras(place, choice, begins),
+            **self._extras(place, choice),
         )
 
-    def _extras(self, place: int, choice: ChoiceDelta, begins: bool) -> dict[str, Any]:
+    def _extras(self, place: int, choice: ChoiceDelta) -> dict[str, Any]:
         body, extras = self._body, dict[str, Any]()
-        if begins and body.prompt_logprobs is not None:
+        if body.prompt_logprobs is not None:
             entries = self._prompt_logprobs[place]
             extras["prompt_logprobs"] = prompt_logprobs(entries, self._service.texts)
         if body.return_token_ids:

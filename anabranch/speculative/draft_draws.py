@@ -16,18 +16,9 @@ import torch
 from anabranch.engine.fixed_arrays import FixedArrays
 from anabranch.engine.logits import clean_scores, first_argmax, log_weights
 from anabranch.engine.sample_random import DRAFT, uniforms
-from anabranch.engine.sample_weights import (
-    draw,
-    fine_bins,
-    keep_above,
-    keep_top_p,
-    one_hot,
-    top_k_bounds,
-    weights_of,
-)
+from anabranch.engine.sample_weights import draw, filtered_weights, greedy_or, top_k_bounds
 from anabranch.engine.sampling_rows import SamplingRows, Work
 from anabranch.engine.scheduler import Scheduled
-from anabranch.engine.sequence import Sequence
 
 MAX_TOP_K = 64  # a larger top_k draws drafts from this many tokens
 INERT = {"greedy": True, "inverse_temperature": 1.0, "log_min_p": -np.inf, "top_k": 0, "top_p": 1.0}
@@ -44,14 +35,12 @@ class Kind(IntEnum):
 class DraftDraws:
     """Chooses drafts, and keeps the probabilities they were drawn with."""
 
-    def __init__(
-        self, *, max_num_seqs: int, max_drafts: int, vocab_size: int, device: torch.device
-    ) -> None:
+    def __init__(self, rows: SamplingRows, max_drafts: int, device: torch.device) -> None:
+        max_num_seqs = len(rows.table)
         shape = max_num_seqs, max_drafts
-        self.probs = torch.zeros(*shape, vocab_size, device=device)
-        self._rows = SamplingRows(max_num_seqs, vocab_size)
-        self._owners: dict[int, Sequence] = {}
-        self._max_top_k = min(MAX_TOP_K, vocab_size)
+        self.probs = torch.zeros(*shape, rows.vocab_size, device=device)
+        self._rows = rows
+        self._max_top_k = min(MAX_TOP_K, rows.vocab_size)
         dtypes = (torch.bool, torch.float32, torch.float32, torch.int64, torch.float64)
         fields = {name: (dtype, (max_num_seqs,)) for name, dtype in zip(INERT, dtypes, strict=True)}
         self._arrays = FixedArrays(fields | {"draws": (torch.float64, shape[::-1])}, device)
@@ -60,8 +49,6 @@ class DraftDraws:
         """What these runs need, known without a look at the device."""
         if all(run.seq.params.greedy for run in runs):
             return Kind.BEST
-        for run in runs:
-            self._own(run.seq)
         work = int(np.bitwise_or.reduce(self._rows.table["work"][_rows(runs)]))
         return Kind.FILTERED if work & (Work.TOP_K | Work.TOP_P) else Kind.DRAWN
 
@@ -93,18 +80,8 @@ class DraftDraws:
         bounds = at["log_min_p"]
         if kind is Kind.FILTERED:
             bounds = torch.maximum(bounds, top_k_bounds(logs, at["top_k"], self._max_top_k))
-        keep_above(logs, bounds)
-        bins = fine_bins(logs) if kind is Kind.FILTERED else None
-        weights = weights_of(logs)
-        if bins is not None:
-            weights = keep_top_p(weights, bins, at["top_p"])
-        return torch.where(at["greedy"][:, None], one_hot(best, weights.shape[1]), weights)
-
-    def _own(self, seq: Sequence) -> None:
-        assert seq.row is not None
-        if self._owners.get(seq.row) is not seq:
-            self._owners[seq.row] = seq
-            self._rows.write(seq.row, seq.params, seq.seed, ())
+        weights = filtered_weights(logs, bounds, at["top_p"] if kind is Kind.FILTERED else None)
+        return greedy_or(weights, best, at["greedy"])
 
 
 def _rows(runs: Seq[Scheduled]) -> list[int]:
