@@ -60,11 +60,10 @@ def load_pages(keys, origin, table_ptr, table_stride, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def key_offsets(
-    keys, pages, page_stride, key_stride, table_ptr, PAGE_SIZE: tl.constexpr, WIDE: tl.constexpr
-):
-    """Element offsets (int64) of keys in their pages; WIDE pages span 2^31 elements or more."""
+def key_offsets(keys, pages, page_stride, key_stride, table_ptr, C: tl.constexpr):
+    """Element offsets (int64) of keys in their pages; wide pages span 2^31 elements or more."""
     rows = keys.to(tl.int64) * key_stride
     if table_ptr is not None:
-        rows = (keys.to(tl.uint32) % PAGE_SIZE).to(tl.int64 if WIDE else tl.int32) * key_stride
+        rows = (keys.to(tl.uint32) % C.page_size).to(tl.int64 if C.wide_pages else tl.int32)
+        rows = rows * key_stride
     return pages.to(tl.int64) * page_stride + rows

@@ -153,20 +153,21 @@ def attend_kernel(
             unit += 1
             if place < num_blocks:
                 record = read_dealt(schedule_ptr, place, num_blocks, C)
-                tile = record[5]
-                tile_stop = tile + record[6]
+                _, _, _, _, _, tile, num_tiles, _ = record
+                tile_stop = tile + num_tiles
         else:
-            begin = unit - record[7]
-            num_rows = record[3] * C.group
-            units = units_of(record[6], num_rows, C)
+            _, _, _, q_len, _, first_tile, num_tiles, first_unit = record
+            num_rows = q_len * C.group
+            begin = unit - first_unit
+            units = units_of(num_tiles, num_rows, C)
             if begin >= units:
                 block += 1
                 record = read_block(schedule_ptr, block, C)
             else:
-                end = begin + 1 if C.fixed_parts else tl.minimum(units, stop - record[7])
-                unit = record[7] + end
+                end = begin + 1 if C.fixed_parts else tl.minimum(units, stop - first_unit)
+                unit = first_unit + end
                 tile, tile_stop, part, num_parts, first_slot = part_of(
-                    begin, end, worker, share, (num_rows, record[5], record[6], record[7]), C
+                    begin, end, worker, share, (num_rows, first_tile, num_tiles, first_unit), C
                 )
         if tile < tile_stop:
             origin, first_row, q_start, q_len, seq_len, _, _, _ = record
@@ -189,19 +190,30 @@ def attend_kernel(
                         parts, out_rows, lse_rows, C,
                     )  # fmt: skip
 
-    if num_empty > 0:  # blocks that see no keys: no worker's share leads there
-        kv_head = program % C.num_kv_heads
-        for block in range(worker, num_blocks, C.num_workers):
-            _, first_row, q_start, q_len, _, _, num_tiles, _ = read_block(schedule_ptr, block, C)
-            if num_tiles == 0:
-                rows = first_row + tl.arange(0, C.block_m)
-                num_rows = q_len * C.group
-                out, lse = finish_state(empty_state(C.block_m, C.block_dv))
-                if sinks_ptr is not None:
-                    heads = kv_head * C.group + rows % C.group
-                    owned = (rows < num_rows) & (q_start < orphans)
-                    lse = tl.load(sinks_ptr + heads, owned, other=float("-inf")).to(tl.float32)
-                write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+    if num_empty > 0:
+        write_empty(
+            program, worker, num_blocks, orphans, sinks_ptr, out_rows, lse_rows, schedule_ptr, C
+        )
+
+
+@triton.jit
+def write_empty(
+    program, worker, num_blocks, orphans, sinks_ptr, out_rows, lse_rows, schedule_ptr,
+    C: tl.constexpr,
+):  # fmt: skip
+    """Write the blocks that see no keys: no worker's share leads there."""
+    kv_head = program % C.num_kv_heads
+    for block in range(worker, num_blocks, C.num_workers):
+        _, first_row, q_start, q_len, _, _, num_tiles, _ = read_block(schedule_ptr, block, C)
+        if num_tiles == 0:
+            rows = first_row + tl.arange(0, C.block_m)
+            num_rows = q_len * C.group
+            out, lse = finish_state(empty_state(C.block_m, C.block_dv))
+            if sinks_ptr is not None:
+                heads = kv_head * C.group + rows % C.group
+                owned = (rows < num_rows) & (q_start < orphans)
+                lse = tl.load(sinks_ptr + heads, owned, other=float("-inf")).to(tl.float32)
+            write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
 
 
 @triton.jit

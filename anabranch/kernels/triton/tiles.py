@@ -86,8 +86,8 @@ def attend_tiles(
     pages = load_pages(tl.minimum(keys, seq_len - 1), origin, table_ptr, table_stride, C.page_size)
     for index in tl.range(tile, stop):
         keys = index * C.block_n + tl.arange(0, C.block_n)
-        # Values before keys, side by side: what the compiler puts between the copies of two tiles
-        # to keep programs in step then stands between iterations, not between score and softmax.
+        # With values first, what the compiler puts between the copies of two tiles to keep warps
+        # in step stands between iterations, and not between scores and softmax.
         if BOXED:
             row = box_row + index * C.block_n
             if C.values_first:
@@ -98,14 +98,10 @@ def attend_tiles(
                 rest_k = k_rest_box.load([row, kv_head * k.head + C.dk_main])
         else:
             safe_keys = tl.minimum(keys, seq_len - 1)
-            offsets = key_offsets(
-                safe_keys, pages, v_page, v_key, table_ptr, C.page_size, C.wide_pages
-            )
             if C.values_first:
+                offsets = key_offsets(safe_keys, pages, v_page, v_key, table_ptr, C)
                 tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
-            offsets = key_offsets(
-                safe_keys, pages, k_page, k_key, table_ptr, C.page_size, C.wide_pages
-            )
+            offsets = key_offsets(safe_keys, pages, k_page, k_key, table_ptr, C)
             tile_k = load_rows(k_ptrs, offsets, 0, C.dk_main, C.head_dim_k)
             rest_k = tile_k
             if C.dk_rest > 0:
@@ -132,9 +128,7 @@ def attend_tiles(
             if BOXED:
                 tile_v = v_box.load([row, kv_head * v.head])
             else:
-                offsets = key_offsets(
-                    safe_keys, pages, v_page, v_key, table_ptr, C.page_size, C.wide_pages
-                )
+                offsets = key_offsets(safe_keys, pages, v_page, v_key, table_ptr, C)
                 tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
                 pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
         state = update_state(state, scores, scale, tile_v, C.keys_first)
