@@ -39,9 +39,15 @@ def sort_blocks(blocks_ptr, dealt_ptr, counts_ptr, num_blocks, most, CHUNK: tl.c
 
 @triton.jit
 def level_of(blocks_ptr, blocks, inside, most):
-    """0 for the longest blocks to LEVELS - 1 for the shortest; `most` tiles are the longest."""
+    """0 for the longest blocks to at most LEVELS - 1 for the shortest; none has over `most` tiles."""
     num_tiles = tl.load(blocks_ptr + blocks * RECORD + 6, inside, other=0)
-    return (most - num_tiles).to(tl.int64) * (LEVELS - 1) // tl.maximum(most, 1)
+    return (most - num_tiles) // tiles_a_level(most)
+
+
+@triton.jit
+def tiles_a_level(most):
+    """How many lengths share a level: one, up to LEVELS of them."""
+    return most // LEVELS + 1
 
 
 @triton.jit
@@ -57,8 +63,8 @@ def longest_turns(dealt_ptr, num_blocks, num_rounds, most, C: tl.constexpr, CHUN
         for turn in range(num_rounds):
             place, _ = pair_of(turn, programs, C)
             inside = (programs < C.num_programs) & (place < num_blocks)
-            level = level_of(dealt_ptr, place, inside, most).to(tl.int64)
-            num_tiles = (most - tl.cdiv(level * most, LEVELS - 1)).to(tl.int32)
+            level = level_of(dealt_ptr, place, inside, most)
+            num_tiles = most - level * tiles_a_level(most)
             units += tl.where(inside, units_of(num_tiles, 0, C), 0)
         longest = tl.maximum(longest, tl.max(units))
     return longest

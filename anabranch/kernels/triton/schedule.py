@@ -208,12 +208,14 @@ def schedule_kernel(
 
 
 def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors: each kind of lengths, with and without fixed parts."""
+    """Launches on meta tensors: each kind of lengths, with fixed parts, and dealt out whole."""
 
-    def launch(seq_lens: bool, cu_seqlens: bool, window: int | None, fixed_parts: bool) -> None:
+    def launch(
+        seq_lens: bool, cu_seqlens: bool, window: int | None, fixed_parts: bool, rows: int = 16
+    ) -> None:
         lengths = torch.empty(9, dtype=torch.int32, device="meta")
         constants = attend_constants(
-            AttendConfig(16, 64, num_warps=4, num_stages=3, workers_per_sm=2),
+            AttendConfig(rows, 64, num_warps=4, num_stages=3, workers_per_sm=2),
             causal=True,
             group=4,
             num_kv_heads=8,
@@ -237,4 +239,5 @@ def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "lengths", partial(launch, True, False, None, False)
     yield "lengths, window, fixed parts", partial(launch, True, False, 100, True)
     yield "packed", partial(launch, False, True, None, False)
+    yield "packed, dealt out whole", partial(launch, False, True, None, False, rows=64)
     yield "whole storage", partial(launch, False, False, None, False)
