@@ -29,6 +29,7 @@ def find_browser() -> str | None:
 
 
 CHROMIUM = find_browser()
+SCREENSHOTS = Path(__file__).parent.parent / "build" / "screenshots"  # ignored by git
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --mute-audio"
 
 
@@ -66,6 +67,24 @@ class Browser:
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")
 
+    def resolve(self, script: str) -> Any:
+        """The value that a promise in the page resolves to."""
+        result = self.call(
+            "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def resize(self, width: int, height: int, *, mobile: bool = False) -> None:
+        """The size of what is seen, in CSS pixels."""
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=mobile,
+        )
+
     def open(self, url: str) -> None:
         """Go to a page and wait until it is loaded."""
         self.call("Page.navigate", url=url)
@@ -82,9 +101,46 @@ class Browser:
         self.call("Input.dispatchKeyEvent", type="keyDown", key=key, code=key, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key, code=key)
 
-    def screenshot(self, path: Path) -> None:
-        """What is seen, as PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
+    def type(self, text: str) -> None:
+        """Text into what has the focus."""
+        self.call("Input.insertText", text=text)
+
+    def hold(self, pattern: str) -> None:
+        """Requests for matching addresses wait until they are answered by `fulfil`."""
+        self.call("Fetch.enable", patterns=[{"urlPattern": pattern}])
+
+    def release(self) -> None:
+        """Later requests go to the server again."""
+        self.call("Fetch.disable")
+
+    def held(self) -> dict[str, Any]:
+        """The latest request that was held, once there is one."""
+        found: list[dict[str, Any]] = []
+
+        def arrived() -> bool:
+            self.run("0")  # events are read along with an answer
+            found[:] = [each for each in self.heard if each.get("method") == "Fetch.requestPaused"]
+            return bool(found)
+
+        until(arrived)
+        self.heard = [each for each in self.heard if each not in found]
+        return found[-1]["params"]
+
+    def fulfil(self, request: dict[str, Any], body: str, *, kind: str) -> None:
+        """Answer a request that was held."""
+        self.call(
+            "Fetch.fulfillRequest",
+            requestId=request["requestId"],
+            responseCode=200,
+            responseHeaders=[{"name": "Content-Type", "value": kind}],
+            body=base64.b64encode(body.encode()).decode(),
+        )
+
+    def screenshot(self, name: str) -> None:
+        """What is seen, as PNG, among the tests' artefacts."""
+        SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+        seen = base64.b64decode(self.call("Page.captureScreenshot")["data"])
+        (SCREENSHOTS / f"{name}.png").write_bytes(seen)
 
     def complaints(self) -> list[Any]:
         """Errors of scripts, and of what they asked for."""
@@ -92,10 +148,24 @@ class Browser:
         logged = [each for each in self.heard if each.get("method") == "Log.entryAdded"]
         return wrong + [each for each in logged if each["params"]["entry"]["level"] == "error"]
 
+    def forgive_failed_requests(self) -> None:
+        """For tests that make requests fail: the browser logs each of them."""
+        self.run("0")
+        self.heard = [each for each in self.heard if each.get("method") != "Log.entryAdded"]
+
     def requested(self) -> list[str]:
         """Addresses that the page asked for."""
+        return [request["url"] for request in self._requests()]
+
+    def posted(self, path: str) -> list[Any]:
+        """Bodies that the page sent to a path."""
+        sent = [request for request in self._requests() if request["url"].endswith(path)]
+        return [json.loads(request["postData"]) for request in sent]
+
+    def _requests(self) -> list[dict[str, Any]]:
+        self.run("0")
         asked = [each for each in self.heard if each.get("method") == "Network.requestWillBeSent"]
-        return [each["params"]["request"]["url"] for each in asked]
+        return [each["params"]["request"] for each in asked]
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._unread:

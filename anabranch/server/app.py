@@ -8,7 +8,8 @@ from fastapi import FastAPI
 from fastapi.responses import FileResponse
 from starlette.staticfiles import StaticFiles
 
-from anabranch.server import chat, completions, errors, model_endpoints, status_endpoints
+from anabranch.server import chat, completions, errors, markdown, model_endpoints, status_endpoints
+from anabranch.server.field_docs import document_fields
 from anabranch.server.gate import Gate
 from anabranch.server.service import Service
 
@@ -25,10 +26,11 @@ def make_app(service: Service, *, api_key: str | None = None) -> FastAPI:
     )
     app.state.service = service
     errors.install(app)
-    for module in (completions, chat, model_endpoints, status_endpoints):
+    for module in (completions, chat, model_endpoints, status_endpoints, markdown):
         app.include_router(module.router)
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
     _serve_pages(app)
+    document_fields(app)
     return app
 
 

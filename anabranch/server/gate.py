@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from anabranch.server.errors import ApiError
 
-GUARDED = ("/v1/", "/tokenize", "/detokenize")  # paths that need the key
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/markdown")  # paths that need the key
 
 
 class Gate:

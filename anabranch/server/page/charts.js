@@ -50,7 +50,7 @@ export function drawLine(id, values, { length, words, unit }) {
   draw(id, HEIGHT, words, children);
 }
 
-// Upright bars from 0 to 1, one for each draft position.
+// Upright bars from 0 to 1, one for each place of a guess.
 export function drawShares(id, shares, words) {
   const wide = (WIDTH - 8) / Math.max(shares.length, 1), room = HEIGHT - TOP - BOTTOM - 14;
   const children = shares.flatMap((share, place) => {
@@ -65,7 +65,7 @@ export function drawShares(id, shares, words) {
     ];
   });
   if (!shares.length) {
-    children.push(element("text", { x: 4, y: HEIGHT / 2 }, "nothing drafted yet"));
+    children.push(element("text", { x: 4, y: HEIGHT / 2 }, "no guesses yet"));
   }
   draw(id, HEIGHT, words, children);
 }
@@ -78,8 +78,8 @@ export function drawBars(id, entries, words) {
     return [
       element("text", { x: 0, y: y + 15 }, name),
       element("rect", {
-        class: `s${(place % 5) + 1}`, x: 88, y: y + 5, height: 12, rx: 3,
-        width: Math.max(1, (value / longest) * (WIDTH - 88 - 66)),
+        class: `s${(place % 5) + 1}`, x: 100, y: y + 5, height: 12, rx: 3,
+        width: Math.max(1, (value / longest) * (WIDTH - 100 - 66)),
       }),
       element("text", { class: "value", x: WIDTH, y: y + 15, "text-anchor": "end" }, label),
     ];

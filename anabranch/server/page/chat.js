@@ -1,26 +1,20 @@
-// The conversation: what was said, and what is being said.
+// The conversation: its turns, and the form that asks.
 
+import { Answer } from "./answer.js";
 import { streamChat } from "./stream.js";
-import { makeInspectable, tokenSpan } from "./tokens.js";
+import { forgetToken } from "./tokens.js";
+import { button, Turn } from "./turn.js";
 
 const find = (id) => document.getElementById(id);
-const log = find("log"), form = find("form"), prompt = find("prompt");
-const send = find("send"), stop = find("stop"), key = find("key");
-let messages = [];
+const log = find("log"), prompt = find("prompt"), key = find("key");
+let turns = []; // those that the model is sent
+let failed = null; // shown, but not sent
 let running = null;
+let follows = true; // the log stays at its end, unless the reader scrolls up
+let scrolledTo = 0; // where the log was scrolled to
 
-function addTurn(who, said) {
-  const turn = document.createElement("article");
-  turn.className = "turn";
-  const name = document.createElement("h3");
-  name.textContent = who;
-  const text = document.createElement("div");
-  text.className = "text";
-  text.textContent = said;
-  turn.append(name, text);
-  log.append(turn);
+function showEnd() {
   log.scrollTop = log.scrollHeight;
-  return text;
 }
 
 function options() {
@@ -35,52 +29,125 @@ function options() {
   return given;
 }
 
-async function answer() {
-  const text = addTurn("Model", "");
-  text.setAttribute("aria-label", "Answer, by token");
-  makeInspectable(text);
-  let said = "";
-  try {
-    const body = { messages, ...options() };
-    for await (const chunk of streamChat(body, key.value, running.signal)) {
-      const choice = chunk.choices[0];
-      said += choice?.delta.content ?? "";
-      const follows = log.scrollHeight - log.scrollTop - log.clientHeight < 60;
-      text.append(...(choice?.token_origins ?? []).map(tokenSpan));
-      if (follows) log.scrollTop = log.scrollHeight;
-    }
-  } catch (error) {
-    const note = document.createElement("p");
-    note.className = "error";
-    note.textContent = error.name === "AbortError" ? "Stopped." : error.message;
-    text.parentElement.append(note);
-  }
-  return said;
+function messagesBefore(asked) {
+  const said = turns.flatMap((turn) => [
+    { role: "user", content: turn.asked },
+    { role: "assistant", content: turn.answer.said },
+  ]);
+  return [...said, { role: "user", content: asked }];
 }
 
-async function submit() {
-  const said = prompt.value.trim();
-  if (!said || running) return;
+function setRunning(controller) {
+  running = controller;
+  find("send").hidden = Boolean(running);
+  find("stop").hidden = !running;
+  if (running) log.setAttribute("aria-busy", "true");
+  else log.removeAttribute("aria-busy");
+}
+
+async function receive(turn) {
+  const { answer } = turn;
+  const body = { messages: messagesBefore(turn.asked), ...options() };
+  let error = null;
+  try {
+    for await (const chunk of streamChat(body, { key: key.value, signal: running.signal })) {
+      if (chunk.choices[0]) answer.add(chunk.choices[0]);
+      if (follows) showEnd();
+    }
+  } catch (thrown) {
+    error = thrown;
+  }
+  await answer.finish();
+  if (follows) showEnd();
+  return error;
+}
+
+// `former` is the turn that this one takes the place of, if it gets an answer.
+async function ask(asked, former = null) {
+  if (running) return;
+  failed?.remove();
+  failed = null;
+  if (former) turns = turns.filter((turn) => turn !== former);
+  former?.show(false);
+  const turn = new Turn(asked, new Answer(key.value));
+  log.append(...turn.elements);
+  showEnd();
+  const controller = new AbortController();
+  setRunning(controller);
+  const error = await receive(turn);
+  if (running !== controller) return; // a new chat was begun
+  setRunning(null);
+  const stopped = error?.name === "AbortError";
+  if (turn.answer.said && (!error || stopped)) keep(turn, former, stopped);
+  else giveUp(turn, former, error);
+}
+
+function keep(turn, former, stopped) {
+  former?.remove();
+  turns = [...turns, turn];
+  if (stopped) turn.note("Stopped. The conversation goes on from here.");
+  turn.finish(() => ask(turn.asked, turn));
+  if (follows) showEnd();
+  if (document.activeElement === document.body) focusPrompt();
+}
+
+function giveUp(turn, former, error) {
+  failed = turn;
+  if (former) {
+    former.show(true);
+    turns = [...turns, former];
+    turn.question.remove();
+  } else if (!prompt.value.trim()) {
+    prompt.value = turn.asked;
+  }
+  turn.reply.classList.add("failed");
+  const stopped = error?.name === "AbortError";
+  const text = stopped ? "Stopped before the answer began."
+    : error?.message ?? "The model ended its answer at once, without a word.";
+  const retry = button("Retry", () => {
+    if (prompt.value === turn.asked) prompt.value = "";
+    ask(turn.asked, former);
+  });
+  if (error?.needsKey) find("options").open = true;
+  turn.note(text, { alert: Boolean(error) && !stopped, buttons: [retry] });
+  showEnd();
+  if (error?.needsKey) key.focus();
+  else focusPrompt();
+}
+
+// On a touch screen the focus would open the keyboard, over the answer.
+function focusPrompt() {
+  if (matchMedia("(pointer: fine)").matches) prompt.focus();
+}
+
+function submit() {
+  const asked = prompt.value.trim();
+  if (!asked || running) return;
   prompt.value = "";
-  running = new AbortController();
-  send.disabled = true;
-  stop.disabled = false;
-  log.setAttribute("aria-busy", "true");
-  const conversation = messages = [...messages, { role: "user", content: said }];
-  addTurn("You", said);
-  const reply = await answer();
-  if (messages === conversation) messages = [...messages, { role: "assistant", content: reply }];
-  log.removeAttribute("aria-busy");
-  send.disabled = false;
-  stop.disabled = true;
-  running = null;
-  prompt.focus();
+  ask(asked);
+}
+
+function startOver() {
+  running?.abort();
+  setRunning(null);
+  turns = [];
+  failed = null;
+  log.replaceChildren();
+  forgetToken();
+  focusPrompt();
 }
 
 export function startChat() {
   key.value = sessionStorage.getItem("key") ?? "";
   key.addEventListener("change", () => sessionStorage.setItem("key", key.value));
-  form.addEventListener("submit", (event) => {
+  log.addEventListener("scroll", () => {
+    if (log.scrollHeight - log.scrollTop - log.clientHeight < 60) follows = true;
+    else if (log.scrollTop < scrolledTo) follows = false;
+    scrolledTo = log.scrollTop;
+  });
+  // the log shrinks when a panel or the keyboard of a phone opens
+  new ResizeObserver(() => follows && showEnd()).observe(log);
+  find("form").addEventListener("submit", (event) => {
     event.preventDefault();
     submit();
   });
@@ -90,14 +157,9 @@ export function startChat() {
       submit();
     }
   });
-  stop.addEventListener("click", () => running?.abort());
+  find("stop").addEventListener("click", () => running?.abort());
   document.addEventListener("keydown", (event) => {
     if (event.key === "Escape") running?.abort();
   });
-  find("clear").addEventListener("click", () => {
-    running?.abort();
-    messages = [];
-    log.replaceChildren();
-    prompt.focus();
-  });
+  find("clear").addEventListener("click", startOver);
 }

@@ -1,9 +1,17 @@
-// The page: chat on one side, the engine's counts, asked for every second, on the other.
+// The page: the chat, and the engine's counts, which are asked for every second.
 
 import { drawBars, drawLine, drawShares } from "./charts.js";
 import { startChat } from "./chat.js";
 
 const SECONDS = 61;
+// "scoring" is the model's pass in steps that check guesses, "verification" the choice after it.
+const STAGES = {
+  model: "Model",
+  scoring: "Model",
+  sampling: "Choosing tokens",
+  verification: "Choosing tokens",
+  proposal: "Guessing ahead",
+};
 const find = (id) => document.getElementById(id);
 const rates = [], usages = [];
 let before = null, stages = {};
@@ -18,8 +26,11 @@ function difference(now) {
   remember(rates, Math.max(0, now.output_tokens - before.output_tokens) / seconds);
   const steps = now.steps - before.steps;
   if (steps > 0) {
-    stages = Object.fromEntries(Object.entries(now.stage_ms).map(
-      ([name, sum]) => [name, (sum - (before.stage_ms[name] ?? 0)) / steps]));
+    stages = {};
+    for (const [stage, sum] of Object.entries(now.stage_ms)) {
+      const name = STAGES[stage] ?? stage;
+      stages[name] = (stages[name] ?? 0) + (sum - (before.stage_ms[stage] ?? 0)) / steps;
+    }
   }
 }
 
@@ -48,7 +59,7 @@ function writeCounts(now) {
     "Running / waiting": `${now.running} / ${now.waiting}`,
     "Steps": now.steps.toLocaleString("en"),
     "Tokens generated": now.output_tokens.toLocaleString("en"),
-    "Drafted / accepted": `${now.draft_tokens.toLocaleString("en")} / ${now.accepted_tokens.toLocaleString("en")}`,
+    "Guessed / accepted": `${now.draft_tokens.toLocaleString("en")} / ${now.accepted_tokens.toLocaleString("en")}`,
     "Preemptions": now.preemptions,
   };
   find("counts").replaceChildren(...Object.entries(counts).flatMap(([name, value]) => {
@@ -66,23 +77,38 @@ function sayHealth(trouble) {
   health.classList.toggle("bad", Boolean(trouble));
 }
 
-async function poll() {
+async function readStats() {
+  let answer;
   try {
-    const answer = await fetch("/stats");
-    if (!answer.ok) throw new Error(`the server answered ${answer.status}`);
-    const now = { ...(await answer.json()), time: performance.now() };
-    find("model").textContent = `${now.model} on ${now.device}, context ${now.max_model_len}`;
-    if (before) difference(now);
-    remember(usages, 100 * now.cache_usage);
-    before = now;
-    drawAll(now);
-    writeCounts(now);
-    sayHealth(now.trouble);
-  } catch (error) {
-    sayHealth(`no connection to the server: ${error.message}`);
+    answer = await fetch("/stats");
+  } catch {
+    return sayHealth("The server cannot be reached.");
   }
-  setTimeout(poll, 1000);
+  if (!answer.ok) return sayHealth(`The server answered with status ${answer.status}.`);
+  const now = { ...(await answer.json()), time: performance.now() };
+  find("model").textContent = `${now.model} on ${now.device}, context ${now.max_model_len}`;
+  if (before) difference(now);
+  remember(usages, 100 * now.cache_usage);
+  before = now;
+  drawAll(now);
+  writeCounts(now);
+  sayHealth(now.trouble);
 }
 
+async function poll() {
+  try {
+    await readStats();
+  } finally {
+    setTimeout(poll, 1000);
+  }
+}
+
+// Both explain or watch; on a phone they would push the message field off the screen.
+const roomy = matchMedia("(min-width: 50.01rem)");
+const unfold = () => {
+  for (const id of ["legend", "engine"]) find(id).open = roomy.matches;
+};
+roomy.addEventListener("change", unfold);
+unfold();
 startChat();
 poll();

@@ -1,33 +1,44 @@
-// Tokens of answers: a span for each, and what is known of the one that is pointed at.
+// Tokens of answers: their spans, and what is known of the one that is pointed at.
 
 const SAY = {
-  sampled: "sampled by the model",
-  accepted: "drafted and accepted",
-  corrected: "corrected: the draft here was refused",
+  sampled: "written by the model",
+  accepted: "guessed ahead, the model agreed",
+  corrected: "guessed wrong, corrected by the model",
 };
 const shown = document.getElementById("token");
 let chosen = null;
 
-export function tokenSpan(token) {
+export function tokenSpan(token, text = token.text) {
   const span = document.createElement("span");
   span.className = `token ${token.origin}`;
-  span.textContent = token.text;
+  span.classList.toggle("chosen", token === chosen);
+  span.textContent = text;
   span.known = token;
   return span;
 }
 
-function choose(span) {
-  chosen?.classList.remove("chosen");
-  chosen = span;
-  if (!span) return;
-  span.classList.add("chosen");
-  span.scrollIntoView({ block: "nearest" });
-  shown.textContent = describe(span.known);
+export function forgetToken() {
+  chosen = null;
+  shown.textContent = "";
+}
+
+// A token that Markdown cuts into pieces has several spans.
+function choose(answer, token) {
+  chosen = token;
+  shown.textContent = describe(token);
+  for (const span of document.querySelectorAll(".token.chosen")) span.classList.remove("chosen");
+  const spans = spansOf(answer).filter((span) => span.known === token);
+  for (const span of spans) span.classList.add("chosen");
+  spans[0]?.scrollIntoView({ block: "nearest" });
+}
+
+function spansOf(answer) {
+  return [...answer.querySelectorAll(".token")].filter((span) => span.textContent);
 }
 
 function describe({ text, origin, step, logprob }) {
-  const probability = logprob === null ? "" : `, logprob ${logprob.toFixed(3)} (${percent(logprob)})`;
-  return `${JSON.stringify(text)}: ${SAY[origin]}, in step ${step}${probability}`;
+  const chance = logprob === null ? "" : `, ${percent(logprob)} likely (logprob ${logprob.toFixed(3)})`;
+  return `${JSON.stringify(text)}: ${SAY[origin]}, step ${step}${chance}`;
 }
 
 function percent(logprob) {
@@ -36,20 +47,23 @@ function percent(logprob) {
 }
 
 // The answer is one stop of the Tab key; the arrows go from token to token within it.
-export function makeInspectable(text) {
-  text.tabIndex = 0;
-  text.setAttribute("role", "group");
-  text.addEventListener("pointerover", (event) => {
-    const span = event.target.closest(".token");
-    if (span) choose(span);
-  });
-  text.addEventListener("keydown", (event) => {
+export function makeInspectable(answer) {
+  answer.tabIndex = 0;
+  answer.setAttribute("role", "group");
+  answer.setAttribute("aria-label", "Answer, by token");
+  for (const kind of ["pointerover", "click"]) {
+    answer.addEventListener(kind, (event) => {
+      const span = event.target.closest(".token");
+      if (span && span.known !== chosen) choose(answer, span.known);
+    });
+  }
+  answer.addEventListener("keydown", (event) => {
     const move = { ArrowRight: 1, ArrowLeft: -1, Home: -Infinity, End: Infinity }[event.key];
-    const spans = [...text.querySelectorAll(".token")].filter((span) => span.textContent);
-    if (move === undefined || !spans.length) return;
+    const tokens = [...new Set(spansOf(answer).map((span) => span.known))];
+    if (move === undefined || !tokens.length) return;
     event.preventDefault();
-    const place = spans.indexOf(chosen);
-    const next = place < 0 ? (move > 0 ? 0 : spans.length - 1) : place + move;
-    choose(spans[Math.max(0, Math.min(spans.length - 1, next))]);
+    const place = tokens.indexOf(chosen);
+    const next = place < 0 ? (move > 0 ? 0 : tokens.length - 1) : place + move;
+    choose(answer, tokens[Math.max(0, Math.min(tokens.length - 1, next))]);
   });
 }
