@@ -31,6 +31,10 @@ def client(api_key: str | None = None) -> TestClient:
         ("<b onclick=x>", "<p>&lt;b onclick=x&gt;</p>\n"),
         ("[a](javascript:b)", "<p>[a](javascript:b)</p>\n"),
         ("![a](https://b.c/d.png)", '<p>!<a href="https://b.c/d.png">a</a></p>\n'),
+        (
+            "|a|\n|-:|",
+            "<table>\n<thead>\n<tr>\n<th>a</th>\n</tr>\n</thead>\n</table>\n",
+        ),
         ("one\ntwo", "<p>one<br />\ntwo</p>\n"),
         ("", ""),
     ],

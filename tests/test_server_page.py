@@ -44,7 +44,7 @@ def sort(xs):
    ```
 
 | case | cost |
-|---|---|
+|---|--:|
 | best | n log n |
 
 [docs](https://example.org/) [bad](javascript:alert(1)) ![far](https://example.org/far.png)
@@ -311,16 +311,45 @@ def test_markdown_is_shown_and_keeps_the_colours(page: Browser) -> None:
     assert page.run("document.documentElement.scrollWidth <= innerWidth")
 
 
-def test_an_unfinished_answer_is_rendered_line_by_line(page: Browser) -> None:
+def begin_answer(page: Browser) -> None:
+    """An answer in the log, without a request for it."""
+    page.resolve(
+        "import('/page/answer.js').then(({ Answer }) => { globalThis.answer = new Answer('');"
+        "document.getElementById('log').append(answer.element); })"
+    )
+
+
+def add_token(page: Browser, text: str) -> None:
+    token = {"text": text, "origin": "accepted", "step": 1, "logprob": None}
+    choice = {"delta": {"content": text}, "token_origins": [token]}
+    page.run(f"answer.add({json.dumps(choice)})")
+
+
+def test_an_unfinished_answer_is_rendered_too(page: Browser) -> None:
+    begin_answer(page)
+    add_token(page, "`one`\n\n")
+    until(lambda: texts(page, ".markdown code") == ["one"])
+    page.run("globalThis.block = document.querySelector('.markdown p')")
+    add_token(page, "```\ntwo")
+    until(lambda: texts(page, ".markdown pre code") == ["two"])
+    assert page.run("block.isConnected")  # so what is selected in it stays so
     page.hold("*/markdown")
-    say(page, "hello", 4)
-    until(lambda: page.run(f"{TOKENS}.length"))
-    colours = texts(page, ".reply .token")
-    page.fulfil(page.held(), "<p>nothing of this kind <script>1</script></p>", kind="text/html")
-    until(lambda: answered(page, 1))
-    assert colours
-    assert texts(page, ".markdown p") == ["nothing of this kind 1"]
-    assert page.run("document.querySelectorAll('.markdown script').length") == 0
+    add_token(page, " three")
+    page.call("Fetch.failRequest", requestId=page.held()["requestId"], errorReason="Failed")
+    until(lambda: not texts(page, ".markdown"))
+    assert "".join(texts(page, "#log .token")) == "`one`\n\n```\ntwo three"
+    page.forgive_failed_requests()
+
+
+def test_only_plain_elements_are_taken_from_rendered_text(page: Browser) -> None:
+    page.hold("*/markdown")
+    begin_answer(page)
+    add_token(page, "hello")
+    assert texts(page, "#log .token.accepted") == ["hello"]  # before it is rendered
+    rendered = "<p id='x'>a<script>b</script><img src='/c'></p>"
+    page.fulfil(page.held(), rendered, kind="text/html")
+    until(lambda: texts(page, ".markdown p") == ["ab"])
+    assert page.run("document.querySelectorAll('.markdown :is(script, img, [id])').length") == 0
 
 
 def test_an_answer_has_figures_and_can_be_copied_and_tried_again(page: Browser) -> None:

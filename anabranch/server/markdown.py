@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import HTMLResponse
 from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
 from pydantic import Field
 
 from anabranch.server.protocol import StrictModel, Text
@@ -23,7 +24,14 @@ class MarkdownRequest(StrictModel):
 def make_renderer() -> MarkdownIt:
     """CommonMark and tables. Images are left out: they would be loaded from elsewhere."""
     renderer = MarkdownIt("commonmark", {"html": False, "breaks": True})
+    renderer.core.ruler.push("drop_styles", _drop_styles)
     return renderer.enable(["table", "strikethrough"]).disable("image")
+
+
+def _drop_styles(state: StateCore) -> None:
+    """Aligned columns have inline styles, which the page's security policy forbids."""
+    for token in state.tokens:
+        token.attrs.pop("style", None)
 
 
 _renderer = make_renderer()

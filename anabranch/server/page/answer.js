@@ -1,24 +1,26 @@
-// One answer of the model: its tokens as they come, then as Markdown, and its figures.
+// One answer of the model: its tokens as they come, rendered as Markdown, and its figures.
 
 import { markdownOf } from "./markdown.js";
 import { makeInspectable, tokenSpan } from "./tokens.js";
 
-const PAUSE_MS = 250; // between two renderings of an unfinished answer
+const PAUSE_MS = 150; // between two renderings of an unfinished answer
+const SHARE = 8; // a pause is at least this many times what the last rendering took
 
 export class Answer {
   constructor(key) {
     this.element = document.createElement("div");
     this.element.className = "text";
     makeInspectable(this.element);
+    this.key = key;
     this.said = "";
     this.reason = null;
     this.tokens = [];
     this.asked = performance.now();
-    this.first = this.last = null; // when tokens came, and how many with the first
-    this.key = key;
-    this.rendered = 0;
+    this.first = this.last = null; // when tokens came, and how many there were then
+    this.markdown = null; // what is shown once a rendering has come
+    this.numRendered = 0;
     this.rendering = null;
-    this.renderedAt = 0;
+    this.pause = 0;
   }
 
   add(choice) {
@@ -28,29 +30,46 @@ export class Answer {
     if (!tokens.length) return;
     this.last = { time: performance.now(), count: this.tokens.push(...tokens) };
     this.first ??= this.last;
-    this.element.append(...tokens.map((token) => tokenSpan(token)));
-    const ready = !this.rendering && this.last.time - this.renderedAt > PAUSE_MS;
-    if (ready && tokens.some((token) => token.text.includes("\n"))) this.render();
+    if (!this.markdown) this.element.append(...tokens.map((token) => tokenSpan(token)));
+    this.rendering ??= this.renderLater();
   }
 
   async finish() {
+    this.pause = 0;
     await this.rendering;
-    if (this.rendered < this.tokens.length) await this.render();
+    if (this.numRendered < this.tokens.length) await this.render();
+  }
+
+  async renderLater() {
+    await new Promise((resolve) => setTimeout(resolve, this.pause));
+    await this.render();
+    this.rendering = null;
   }
 
   async render() {
-    const tokens = [...this.tokens];
-    this.rendering = markdownOf(tokens, this.key).then((nodes) => {
-      const rest = this.tokens.slice(tokens.length).map((token) => tokenSpan(token));
-      const box = document.createElement("div");
-      box.className = "markdown";
-      box.append(...nodes);
-      this.element.replaceChildren(box, ...rest);
-      this.rendered = tokens.length;
-    }).catch(() => {}); // the text stays as it is: the answer matters more than its looks
-    await this.rendering;
-    this.renderedAt = performance.now();
-    this.rendering = null;
+    const tokens = [...this.tokens], start = performance.now();
+    try {
+      this.show(await markdownOf(tokens, this.key));
+      this.numRendered = tokens.length;
+    } catch { // the text matters more than its looks
+      this.element.replaceChildren(...this.tokens.map((token) => tokenSpan(token)));
+      this.markdown = null;
+    }
+    this.pause = Math.max(PAUSE_MS, SHARE * (performance.now() - start));
+  }
+
+  // Blocks that did not change stay, with what is selected or scrolled in them.
+  show(nodes) {
+    if (!this.markdown) {
+      this.markdown = document.createElement("div");
+      this.markdown.className = "markdown";
+      this.element.replaceChildren(this.markdown);
+    }
+    const shown = [...this.markdown.children];
+    let same = 0;
+    while (same < shown.length && nodes[same]?.isEqualNode(shown[same])) same += 1;
+    for (const node of shown.slice(same)) node.remove();
+    this.markdown.append(...nodes.slice(same));
   }
 
   // The rate leaves out the wait for the first chunk and the tokens in it.
