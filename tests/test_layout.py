@@ -20,7 +20,7 @@ LAYERS = [
     {"kernels"},
     {"merge", "plan", "attend", "append", "linear"},
     {""},  # the package itself, `from anabranch import merge`
-    {"integrations"},
+    {"integrations", "distributed"},
     {"cache"},
     {"speculative", "engine", "models"},
     {"server"},

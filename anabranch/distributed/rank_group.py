@@ -1,0 +1,37 @@
+"""The process group of a call: which rank this is, of how many, and whether all agree."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from anabranch.distributed.collectives import all_gather_values
+
+
+class RankGroup(NamedTuple):
+    """A group of torch.distributed and this process's place in it."""
+
+    group: dist.ProcessGroup | None  # None is the default group
+    rank: int
+    num_ranks: int
+
+
+def find_group(group: dist.ProcessGroup | None) -> RankGroup:
+    """Refuse a group that is not initialised or that this process does not belong to."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("no process group: call torch.distributed.init_process_group first")
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise ValueError(f"process {dist.get_rank()} does not belong to the group {group}")
+    return RankGroup(group, rank, dist.get_world_size(group))
+
+
+def check_agreement(ranks: RankGroup, **given: object) -> None:
+    """Refuse values that differ between ranks, on every rank. Waits for all of them."""
+    values = all_gather_values(given, ranks.num_ranks, ranks.group)
+    for name in given:
+        named = [value[name] for value in values]
+        if any(value != named[0] for value in named):
+            listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(named))
+            raise ValueError(f"{name} differs between ranks: {listed}")
