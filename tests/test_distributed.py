@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import Case, assert_right, make_inputs
+from conftest import HAS_GPU
 from rank_processes import CONTEXT, end, join_group, run_checks, start
 
 import anabranch as ab
@@ -27,8 +28,16 @@ from anabranch.distributed import (
     plan_across,
     state_buffer,
 )
+from anabranch.distributed.attend_across import attend_locally
 from anabranch.distributed.state_buffer import ALIGNMENT
 
+every_device = pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="compiled for the GPU here")),
+        pytest.param("cuda", marks=pytest.mark.gpu),
+    ],
+)
 SHAPE = (5, 12, 40)  # tokens, heads, dim: 60 rows
 
 
@@ -303,6 +312,30 @@ def test_ranks(check: Any, results: dict[str, list[str | None]]) -> None:
     errors = [error for error in said if error]
     assert not errors, "\n".join(errors)
     assert len(said) == int(results["num_ranks"][0] or 0), "an earlier check failed"
+
+
+@every_device
+@pytest.mark.parametrize(
+    "rule",
+    [{}, {"window": 6}, {"causal": False}, {"window": 6, "causal": False}, {"tree_width": 3}],
+    ids=str,
+)
+def test_parts_of_ranks_merge(rule: dict[str, Any], device: str) -> None:
+    """In the kernel, all ranks in one process: their states, merged, are the reference's."""
+    case = Case(
+        q_lens=(1, 3, 0, 5), k_lens=(20, 3, 9, 31), page_size=4, group=4, dims=(16, 16),
+        sinks=True, device=device, **rule,
+    )  # fmt: skip
+    q, keys, options = make_inputs(case, 0)
+    planned = ("cu_seqlens_q", "causal", "window", "tree_mask")
+    shared = {name: options[name] for name in planned}
+    given = {name: options[name] for name in options.keys() - planned}
+    states = []
+    for rank in range(3):
+        mine = own_keys(keys, rank, 3)
+        plan = plan_across(q, mine, max_q_len=5, **shared)
+        states.append(attend_locally(q, mine, plan, impl="triton", **given))
+    assert_right(ab.merge(*states), q, keys, options)
 
 
 def merge_until_killed(rank: int, num_ranks: int, store: str, results: Any) -> None:

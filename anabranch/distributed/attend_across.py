@@ -65,23 +65,40 @@ def attend_across(
         )  # fmt: skip
     packed = q.flatten(0, 1) if q.dim() == 4 else q
     _check_plan(packed, keys, plan, causal, window)
-    state = attend(
-        packed,
-        plan.local_keys(keys),
-        cu_seqlens_q=plan.cu_seqlens_q,
-        causal=plan.tree_mask is not None,
-        softcap=softcap,
-        scale=scale,
-        sinks=sinks if ranks.rank == 0 else None,  # a sink is one key, so one rank has it
-        tree_mask=plan.tree_mask,
-        plan=plan.plan,
-        check=check,
-        impl=impl,
+    state = attend_locally(
+        packed, keys, plan, softcap=softcap, scale=scale, sinks=sinks, check=check, impl=impl
     )
     merged = merge_across(state, group, heads=heads)
     if q.dim() == 3:
         return merged
     return AttentionState(*(x.unflatten(0, q.shape[:2]) for x in merged))
+
+
+def attend_locally(
+    q: torch.Tensor,  # packed
+    keys: DealtKV,
+    plan: AcrossPlan,
+    *,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    check: bool = False,
+    impl: str | None = None,
+) -> AttentionState:
+    """The state over the keys of this rank alone: what it contributes to the merge."""
+    return attend(
+        q,
+        plan.local_keys(keys),
+        cu_seqlens_q=plan.cu_seqlens_q,
+        causal=plan.tree_mask is not None,
+        softcap=softcap,
+        scale=scale,
+        sinks=sinks if keys.rank == 0 else None,  # a sink is one key, so one rank has it
+        tree_mask=plan.tree_mask,
+        plan=plan.plan,
+        check=check,
+        impl=impl,
+    )
 
 
 def _check_plan(
