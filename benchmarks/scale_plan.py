@@ -220,8 +220,8 @@ def main() -> None:
     for name, content in tables().items():
         if "--write" not in sys.argv:
             print(content, end="\n\n")
-        mark = rf"(<!-- scale:{name} -->\n).*?(\n<!-- /scale -->)"
-        text = re.sub(mark, lambda m, c=content: m[1] + c + m[2], text, flags=re.DOTALL)
+        mark = rf"(<!-- scale:{name} -->\n).*?(<!-- /scale -->)"
+        text = re.sub(mark, lambda m, c=content: m[1] + c + "\n" + m[2], text, flags=re.DOTALL)
     if "--write" in sys.argv:
         DOC.write_text(text)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -411,3 +414,20 @@ def test_dealt_keys_that_are_refused(change: dict[str, Any], message: str) -> No
     }
     with pytest.raises(ValueError, match=message):
         DealtKV(**(given | change))
+
+
+def test_the_documented_bytes_are_those_of_the_merge() -> None:
+    """The scale plan counts what a buffer of states holds, and the document has its table."""
+    root = Path(__file__).parent.parent
+    spec = importlib.util.spec_from_file_location("scale_plan", root / "benchmarks/scale_plan.py")
+    assert spec is not None
+    assert spec.loader is not None
+    plan = sys.modules["scale_plan"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(plan)
+    shape = plan.SMALL
+    state = (1, shape.heads, shape.head_dim)
+    buffer = state_buffer.StateBuffer.allocate(1, state, torch.bfloat16, torch.device("cpu"))
+    for num_ranks in (2, 4, 8):
+        received = 2 * (num_ranks - 1) / num_ranks * buffer.data.nbytes
+        assert plan.context_parallel(shape, num_ranks).num_bytes == received
+    assert plan.bytes_table() in (root / "docs/scale.md").read_text()
