@@ -29,3 +29,8 @@ def all_gather_values(
     values: list[dict[str, object]] = [{}] * num_ranks
     _dist.all_gather_object(values, value, group=group)
     return values
+
+
+def all_reduce(summed: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sum over ranks, in place, to the same bits on all of them."""
+    _dist.all_reduce(summed, group=group)
