@@ -36,6 +36,8 @@ def lead(what: str) -> None:
     sums().close()
     followers = sums()
     print(*followers.pids, flush=True)
+    if what == "end":
+        return
     if what == "lose a follower":
         os.kill(followers.pids[1], signal.SIGKILL)
     else:

@@ -47,7 +47,7 @@ def _run_checks(
 
 
 def start(num_ranks: int, target: Callable[..., None], *arguments: object) -> list[Any]:
-    CONTEXT.set_forkserver_preload(["torch.distributed", "anabranch.distributed"])
+    CONTEXT.set_forkserver_preload(["torch.distributed", "anabranch.engine.llm"])
     folder = tempfile.mkdtemp()
     store = os.path.join(folder, "store")
     processes = [

@@ -29,16 +29,15 @@ def assert_gone(pids: list[int]) -> None:
     assert not alive
 
 
-@pytest.mark.parametrize("what", ["lose a follower", "die"])
-def test_a_killed_rank_ends_the_others(what: str) -> None:
-    """After a group that was closed in order, and sums in which all took part."""
+@pytest.mark.parametrize("what", ["lose a follower", "die", "end"])
+def test_ranks_end_together(what: str) -> None:
+    """By a signal, or with the program; after a group was closed, and sums of all ranks."""
     run = lead(what)
     *sums, first, second = run.stdout.split()
     assert sums == ["30", "60"] * 2, run.stderr
-    if what == "die":
-        assert run.returncode == -signal.SIGKILL
-    else:
-        assert run.returncode == EXIT_CODE, run.stderr
+    codes = {"lose a follower": EXIT_CODE, "die": -signal.SIGKILL, "end": 0}
+    assert run.returncode == codes[what], run.stderr
+    if what == "lose a follower":
         assert f"rank 2 ended with exit code {-signal.SIGKILL}" in run.stderr
     assert_gone([int(first), int(second)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,11 @@ from rank_processes import run_checks
 
 pytest.importorskip("transformers")
 
-from tiny_models import outputs, random_prompts, source
+from tiny_models import GREEDY, outputs, random_prompts, source
 
 import anabranch.engine.build as engine_build
 from anabranch.distributed.shard_model import shard_model
+from anabranch.engine.llm import LLM
 from anabranch.models import load_model
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -65,15 +67,18 @@ def logits_of_the_whole() -> None:
 
 def tokens_of_the_whole() -> None:
     """Every rank runs the engine on its part; each draws the same tokens from the same logits."""
-    prompts = random_prompts()
+    prompts, params = random_prompts(lengths=(3, 17, 33)), replace(GREEDY, max_tokens=6)
     for name, change in SHAPES.items():
-        expected = outputs(tiny_of(change), prompts)
+        expected: list[Any] = [None]
+        if dist.get_rank() == 0:
+            expected = [outputs(tiny_of(change), prompts, params)]
+        dist.broadcast_object_list(expected)
         engine_build.load_model = load_part
         try:
             llm = tiny_of(change)
         finally:
             engine_build.load_model = load_model
-        assert outputs(llm, prompts) == expected, name
+        assert outputs(llm, prompts, params) == expected[0], name
 
 
 def load_part(*given: Any, **options: Any) -> Any:
@@ -82,10 +87,10 @@ def load_part(*given: Any, **options: Any) -> Any:
     return loaded
 
 
-def tiny_of(change: dict[str, Any]) -> Any:
-    from anabranch.engine.llm import LLM
-
-    return LLM(source(**change), device="cpu", kv_cache_gib=0.01)
+def tiny_of(change: dict[str, Any]) -> LLM:
+    drafts = {"method": "ngram", "num_drafts": 2, "adaptive": False}
+    sizes = {"kv_cache_gib": 0.01, "max_num_batched_tokens": 64}
+    return LLM(source(**change), device="cpu", speculative=drafts, **sizes)
 
 
 def bad_shapes() -> None:

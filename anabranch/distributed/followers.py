@@ -6,6 +6,7 @@ when one ends; a follower watches rank 0 and ends with it, even inside a collect
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import multiprocessing
 import os
@@ -61,6 +62,7 @@ class Followers:
             raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
         self._on_death = on_death or end_process
         self._closing = threading.Event()
+        atexit.register(self._closing.set)  # then followers end in order
         store = _dist.TCPStore(HOST, 0, num_ranks, is_master=True, wait_for_workers=False)
         meeting = Meeting(store.port, num_ranks, backend, timeout_s)
         # forked from a process that never used a GPU, and that has imported torch for all
