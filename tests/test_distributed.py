@@ -285,6 +285,10 @@ def bad_input() -> None:
         attend_across(q, mine, cu_seqlens_q=torch.tensor([0, 1]).int(), max_q_len=0)
     with pytest.raises(ValueError, match=r"tree_mask must be one of bool, got torch.int32"):
         attend_across(q, mine, tree_mask=torch.ones(1, 1).int())
+    with pytest.raises(ValueError, match="sinks has num_heads = 5, but q has num_heads = 6"):
+        attend_across(q, mine, sinks=torch.zeros(5))
+    with pytest.raises(ValueError, match="window must be at least 1, a token's own key, got 0"):
+        attend_across(q, mine, window=0)
     group = dist.new_group([0])
     if rank:
         with pytest.raises(ValueError, match=f"process {rank} does not belong to the group"):

@@ -12,7 +12,8 @@ from anabranch.distributed.dealt_kv import DealtKV
 from anabranch.distributed.merge_across import HeadLayout, merge_across
 from anabranch.distributed.plan_across import AcrossPlan, plan_across
 from anabranch.distributed.rank_group import check_agreement, find_group
-from anabranch.plan import check_masks
+from anabranch.merge import FLOATS
+from anabranch.shapes import Sizes, check_device, check_dtype
 from anabranch.state import AttentionState
 
 
@@ -57,7 +58,6 @@ def attend_across(
         lens = cast("list[int]", keys.seq_lens.tolist())  # pyright: ignore[reportUnknownMemberType]
         shapes = {"q": tuple(q.shape), "dtype": q.dtype, "page_size": keys.page_size}
         check_agreement(ranks, **shapes, seq_lens=lens)
-    check_masks(causal=causal, window=window, tree_mask=tree_mask)
     if plan is None:
         plan = plan_across(
             q, keys, cu_seqlens_q=cu_seqlens_q, max_q_len=max_q_len, causal=causal, window=window,
@@ -86,6 +86,12 @@ def attend_locally(
     impl: str | None = None,
 ) -> AttentionState:
     """The state over the keys of this rank alone: what it contributes to the merge."""
+    if sinks is not None:  # refused on every rank, though one rank has them
+        sizes = Sizes()
+        sizes.match("q", q, "num_tokens num_heads head_dim_k")
+        sizes.match("sinks", sinks, "num_heads")
+        check_dtype("sinks", sinks, FLOATS)
+        check_device("sinks", sinks, q.device)
     return attend(
         q,
         plan.local_keys(keys),
