@@ -68,13 +68,15 @@ def end(processes: Sequence[Any]) -> None:
         assert not hung, "a rank hangs"
 
 
-def run_checks(num_ranks: int, checks: Sequence[Check]) -> dict[str, list[str | None]]:
-    """What each check said on each rank: None or the traceback; nothing for those not reached."""
+def assert_all_pass(num_ranks: int, checks: Sequence[Check]) -> None:
+    """Run checks one after the other, each on all ranks at once."""
     queue = CONTEXT.SimpleQueue()
-    end_of = start(num_ranks, _run_checks, checks, queue)
-    results: dict[str, list[str | None]] = {check.__name__: [] for check in checks}
-    end(end_of)
+    processes = start(num_ranks, _run_checks, checks, queue)
+    end(processes)
+    passed, errors = set(), list[str]()
     while not queue.empty():
-        _, name, error = queue.get()
-        results[name].append(error)
-    return results
+        rank, name, error = queue.get()
+        passed.add((rank, name))
+        errors += [f"{name} on rank {rank}:\n{error}"] if error else []
+    assert not errors, "\n".join(errors)
+    assert len(passed) == num_ranks * len(checks), "a rank ended before its checks"

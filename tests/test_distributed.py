@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, assert_right, make_inputs
 from conftest import HAS_GPU
-from rank_processes import CONTEXT, end, join_group, run_checks, start
+from rank_processes import CONTEXT, assert_all_pass, end, join_group, start
 
 import anabranch as ab
 from anabranch import AttentionState, PagedKV
@@ -307,18 +307,10 @@ CHECKS = [
 ]
 
 
-@pytest.fixture(scope="module", params=[2, 4], ids="{} ranks".format)
-def results(request: pytest.FixtureRequest) -> dict[str, list[str | None]]:
-    """One group of processes runs all checks."""
-    return run_checks(request.param, CHECKS) | {"num_ranks": [str(request.param)]}
-
-
-@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_ranks(check: Any, results: dict[str, list[str | None]]) -> None:
-    said = results[check.__name__]
-    errors = [error for error in said if error]
-    assert not errors, "\n".join(errors)
-    assert len(said) == int(results["num_ranks"][0] or 0), "an earlier check failed"
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_ranks(num_ranks: int) -> None:
+    """One group of processes runs all checks; one test, so that it starts once."""
+    assert_all_pass(num_ranks, CHECKS)
 
 
 @every_device
