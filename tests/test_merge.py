@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import pytest
@@ -348,6 +349,29 @@ def test_compiles_into_one_graph(impl: str, device: str, stacked: bool) -> None:
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     for mine, theirs in zip(compiled(1.0), step(1.0), strict=True):
         assert torch.equal(mine, theirs)
+
+
+@every_operator
+def test_compiles_with_the_identity_made_inside(
+    impl: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tracer never reads the choice of the shortcut, whose checks it need not understand."""
+    module = sys.modules["anabranch.merge"]
+    chooses = module._on_gpu
+
+    def untraceable(states: tuple[AttentionState, ...]) -> bool:
+        torch._dynamo.graph_break()
+        return chooses(states)
+
+    monkeypatch.setattr(module, "_on_gpu", untraceable)
+
+    def layer(a: AttentionState, b: AttentionState) -> AttentionState:
+        empty = AttentionState.empty(a.out.shape, dtype=a.out.dtype, device=a.out.device)
+        return merge(empty, a, b, impl=impl)
+
+    parts = random_parts(2, (6, 4, 16), 0, HALF, device)
+    torch._dynamo.reset()
+    assert_merged(torch.compile(layer, fullgraph=True, backend="aot_eager")(*parts), parts)
 
 
 @every_operator

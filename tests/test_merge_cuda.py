@@ -511,8 +511,11 @@ def test_try_merge_takes_plain_states_only(host: SimpleNamespace) -> None:
         assert all(x.is_contiguous() for x in merged)
         check_against(merged, states)
     state, other = random_parts(2, (7, 3, 16), SINGLE)
-    learning = other._replace(out=other.out.clone().requires_grad_())
-    assert try_merge((state, learning)) is None
+    for field in ("out", "lse"):
+        learning = getattr(other, field).clone().requires_grad_()
+        assert try_merge((state, other._replace(**{field: learning}))) is None
+    assert try_merge((state, tuple(other))) is None
+    assert try_merge((tuple(state), other)) is None
     assert try_merge((state, state._replace(out=other.out.numpy()))) is None
     host.driver.context = 0  # of another device: new memory would lie there
     assert try_merge((state, other)) is None
@@ -618,8 +621,10 @@ def test_plain_merges_take_the_shortcut() -> None:
         assert mine.is_contiguous()
     with pytest.raises(ValueError, match=r"states\[1\].out has shape"):
         anabranch.merge(a, AttentionState(b.out[1:], b.lse[1:]))
-    with pytest.raises(ValueError, match=r"states\[1\].out requires grad"):
-        anabranch.merge(a, b._replace(out=b.out.clone().requires_grad_()))
+    with pytest.raises(ValueError, match=r"states\[1\] requires grad"):
+        anabranch.merge(a, b._replace(lse=b.lse.clone().requires_grad_()))
+    with pytest.raises(ValueError, match=r"states\[1\] must be an AttentionState, got tuple"):
+        anabranch.merge(a, tuple(b))
 
 
 @pytest.mark.gpu

@@ -66,6 +66,10 @@ REFUSED: dict[str, tuple[Callable[[], object], str]] = {
         lambda: merge(A, B._replace(out=B.out.clone().requires_grad_())),
         r"states\[1\] requires grad",
     ),
+    "gradients of an lse": (
+        lambda: merge(A, B._replace(lse=B.lse.clone().requires_grad_())),
+        r"states\[1\] requires grad",
+    ),
     "dim of two states": (lambda: merge(A, B, dim=0), "dim=0 takes one stacked state, got 2"),
     "dim too large": (lambda: merge(A, dim=2), r"dim must lie in \[0, 2\).*got 2"),
     "dim negative": (lambda: merge(A, dim=-1), r"dim must lie in \[0, 2\).*got -1"),

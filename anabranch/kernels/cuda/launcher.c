@@ -295,10 +295,13 @@ static int is_plain(Merge *merge, PyObject *states) {
     if (read_sources(merge, states, 0) || !is_loaded(merge->device)) return 0;
     if (driver.get_context(&current) || current != devices[merge->device.index].context) return 0;
     for (int i = 0; i < merge->num_sources; i++) {
-        PyObject *out = PyTuple_GET_ITEM(PyTuple_GET_ITEM(states, i), 0);
-        PyObject *wanted = PyObject_GetAttr(out, requires_grad);
-        Py_XDECREF(wanted);
-        if (wanted != Py_False) return 0;
+        PyObject *state = PyTuple_GET_ITEM(states, i);
+        if (Py_TYPE(state) != state_type) return 0;
+        for (int field = 0; field < 2; field++) {
+            PyObject *wanted = PyObject_GetAttr(PyTuple_GET_ITEM(state, field), requires_grad);
+            Py_XDECREF(wanted);
+            if (wanted != Py_False) return 0;
+        }
     }
     return 1;
 }

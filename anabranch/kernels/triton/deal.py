@@ -39,7 +39,7 @@ def sort_blocks(blocks_ptr, dealt_ptr, counts_ptr, num_blocks, most, CHUNK: tl.c
 
 @triton.jit
 def level_of(blocks_ptr, blocks, inside, most):
-    """0 for the longest blocks to at most LEVELS - 1 for the shortest; none has over `most` tiles."""
+    """0 for the longest blocks, at most LEVELS - 1 for the shortest; none has over `most` tiles."""
     num_tiles = tl.load(blocks_ptr + blocks * RECORD + 6, inside, other=0)
     return (most - num_tiles) // tiles_a_level(most)
 
