@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from typing import cast
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 
 import torch
 
-from anabranch.attend import IMPLEMENTATIONS
 from anabranch.keys import PagedKV
-from anabranch.shapes import Sizes, check_device, check_dtype
+from anabranch.shapes import Sizes, check_device, check_dtype, read_index
+
+# Asked in this order; without a name, the first that can run on a device does.
+WRITERS = {
+    "torch": "anabranch.kernels.cpu.append_kv",
+    "triton": "anabranch.kernels.triton.append_kv",
+}
 
 
 def append_kv(
@@ -59,8 +66,7 @@ def check_slots(keys: PagedKV, slot_mapping: torch.Tensor) -> None:
     """Validate slots that lie in device memory, naming the token that is wrong. Synchronises."""
     num_slots = keys.k.shape[0] * keys.page_size
     owners: dict[int, int] = {}
-    slots = cast("list[int]", slot_mapping.tolist())  # pyright: ignore[reportUnknownMemberType]
-    for token, slot in enumerate(slots):
+    for token, slot in enumerate(read_index(slot_mapping)):
         if slot >= num_slots:
             raise ValueError(f"token {token} has slot {slot}, but there are {num_slots} slots")
         if slot >= 0 and owners.setdefault(slot, token) != token:
@@ -75,21 +81,22 @@ def _append_kv(
     slot_mapping: torch.Tensor,
     impl: str | None,
 ) -> None:
-    device = k_cache.device
-    impl = impl or ("torch" if device.type == "cpu" else "triton")
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}")
-    if impl == "torch":
-        if device.type != "cpu":
-            raise ValueError(f"impl='torch' is the CPU's, got keys on {device}")
-        from anabranch.kernels.cpu.append_kv import append_kv as launch
-    else:
-        from anabranch.kernels.triton.append_kv import append_kv as launch
-        from anabranch.kernels.triton.runtime import require_triton_device
-
-        require_triton_device(device)
+    writer = _load_writer(impl, k_cache.device)
     if k.shape[0]:
-        launch(k_cache, v_cache, k, v, slot_mapping)
+        writer.append_kv(k_cache, v_cache, k, v, slot_mapping)
+
+
+@cache
+def _load_writer(impl: str | None, device: torch.device) -> ModuleType:
+    if impl is None:
+        modules = (import_module(path) for path in WRITERS.values())
+        return next(module for module in modules if module.refusal(device) is None)
+    if impl not in WRITERS:
+        raise ValueError(f"impl must be one of {', '.join(WRITERS)}, got {impl!r}")
+    module = import_module(WRITERS[impl])
+    if reason := module.refusal(device):
+        raise ValueError(f"impl={impl!r} cannot write these keys: {reason}")
+    return module
 
 
 @torch.library.custom_op("anabranch::append_kv", mutates_args=("k_cache", "v_cache"))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
+from anabranch.device import has_overlap
 from anabranch.kernels.linear_config import LinearConfig, fit_linear, select_linear
-from anabranch.plan import has_overlap
 from anabranch.shapes import Sizes, check_device, check_dtype
 
 

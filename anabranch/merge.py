@@ -11,11 +11,12 @@ from typing import Literal, cast, overload
 
 import torch
 
-from anabranch.shapes import check_device, check_dtype
+from anabranch.destination import check_destination, overlap
+from anabranch.shapes import FLOATS, check_dtype
 from anabranch.state import AttentionState
 
 # (states, stacked, out, lse): writes the merge of `states`, or of dimension 0 of the only one if
-# `stacked`. Tensors are [tokens, heads, head_dim] and [tokens, heads] behind that dimension.
+# `stacked`. Tensors are [tokens, heads, head_dim] and [tokens, heads] after that dimension.
 Launcher = Callable[
     [tuple[AttentionState, ...], bool, torch.Tensor, torch.Tensor | None],
     None,
@@ -23,7 +24,6 @@ Launcher = Callable[
 # Checks, allocates and launches in one call; None for states that the long way has to look at.
 Shortcut = Callable[[tuple[AttentionState, ...]], AttentionState | None]
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 IMPLEMENTATIONS = {
     "torch": "anabranch.kernels.cpu.merge",
     "triton": "anabranch.kernels.triton.merge",
@@ -87,7 +87,9 @@ def merge(
         names = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
         raise ValueError(f"out_dtype must be one of {names}, got {out_dtype}")
     if out is not None:
-        _check_destination(states, stacked, out, out_dtype)
+        if out_dtype not in (None, out.out.dtype):
+            raise ValueError(f"out_dtype is {out_dtype}, but out.out is {out.out.dtype}")
+        check_destination(out, first.shape[1:] if stacked else first.shape, FLOATS, first.device)
     if torch.compiler.is_compiling():
         return _merge_traced(states, stacked, out, out_dtype, with_lse, impl)
     if out is not None:
@@ -152,32 +154,6 @@ def _check(states: tuple[AttentionState, ...], stacked: bool) -> None:
         raise ValueError(f"a stacked state needs at least one part, got shape {tuple(shape)}")
 
 
-def _check_destination(
-    states: tuple[AttentionState, ...],
-    stacked: bool,
-    out: AttentionState,
-    out_dtype: torch.dtype | None,
-) -> None:
-    shape = states[0].out.shape[1:] if stacked else states[0].out.shape
-    if out.out.shape != shape or out.lse.shape != shape[:-1]:
-        raise ValueError(
-            f"out has shapes {tuple(out.out.shape)} and {tuple(out.lse.shape)}, "
-            f"expected {tuple(shape)} and {tuple(shape[:-1])}"
-        )
-    if out_dtype not in (None, out.out.dtype):
-        raise ValueError(f"out_dtype is {out_dtype}, but out.out is {out.out.dtype}")
-    check_dtype("out.out", out.out, FLOATS)
-    check_dtype("out.lse", out.lse, (torch.float32,))
-    for name, tensor in zip(("out.out", "out.lse"), out, strict=True):
-        check_device(name, tensor, states[0].out.device)
-        if any(
-            stride == 0 < size - 1 for size, stride in zip(shape, tensor.stride(), strict=False)
-        ):
-            raise ValueError(
-                f"{name} overlaps itself: shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-            )
-
-
 def _check_overlap(
     states: tuple[AttentionState, ...], stacked: bool, out: AttentionState, with_lse: bool
 ) -> None:
@@ -194,25 +170,11 @@ def _check_overlap(
                     and mine.stride() == target.stride()
                     and mine.dtype == target.dtype
                 )
-                if _overlap(mine, theirs) and not in_place:
+                if overlap(mine, theirs) and not in_place:
                     raise ValueError(
                         f"{name} overlaps states[{i}].{field}; only the buffers of the first state "
                         "can be written in place, with the same strides"
                     )
-
-
-def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
-    (a_start, a_stop), (b_start, b_stop) = _span(a), _span(b)
-    return a_start < b_stop and b_start < a_stop
-
-
-def _span(x: torch.Tensor) -> tuple[int, int]:
-    """The first byte and the one behind the last; nothing overlaps the span of no elements."""
-    if not x.numel():
-        return 0, 0
-    steps = zip(x.shape, x.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    return x.data_ptr(), x.data_ptr() + x.itemsize * (1 + last)
 
 
 def _launch_any_rank(

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import torch
 
-from anabranch.keys import DenseKV, KeySource, PagedKV, RaggedKV
+from anabranch.keys import KeySource
 from anabranch.state import AttentionState, merge_stacked
 
 
@@ -71,21 +71,6 @@ def attention(
     return merge_stacked(AttentionState(*map(torch.stack, zip(state, sink, strict=True))))
 
 
-def gather(keys: KeySource, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The keys and values of one sequence, in order: [k_len, num_kv_heads, dim]."""
-    if isinstance(keys, DenseKV):
-        length = keys.k.shape[1] if keys.seq_lens is None else int(keys.seq_lens[seq])
-        return keys.k[seq, :length], keys.v[seq, :length]
-    if isinstance(keys, RaggedKV):
-        start, stop = (int(bound) for bound in keys.cu_seqlens[seq : seq + 2])
-        return keys.k[start:stop], keys.v[start:stop]
-    assert isinstance(keys, PagedKV)
-    positions = torch.arange(int(keys.seq_lens[seq]), device=keys.k.device)
-    pages = keys.page_table[seq][positions // keys.page_size].long()
-    rows = positions % keys.page_size
-    return keys.k[pages, rows], keys.v[pages, rows]
-
-
 def attend(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
     keys: KeySource,
@@ -99,12 +84,12 @@ def attend(
     tree_mask: torch.Tensor | None = None,  # bool [num_tokens, width]
 ) -> AttentionState:
     """What `anabranch.attend` must return for packed queries; rows of no sequence are empty."""
-    shape = (q.shape[0], q.shape[1], keys.v.shape[-1])
+    shape = (q.shape[0], q.shape[1], keys.head_dim_v)
     state = AttentionState.empty(shape, dtype=torch.float64)
     state = state._replace(lse=state.lse.double())
     bounds = [int(bound) for bound in cu_seqlens_q]
     for seq, (start, stop) in enumerate(pairwise(bounds)):
-        k, v = gather(keys, seq)
+        k, v = keys.gather(seq)
         tree = None if tree_mask is None else tree_mask[start:stop].cpu()
         mask = visible(stop - start, len(k), causal=causal, window=window, tree_mask=tree)
         part = attention(q[start:stop], k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)

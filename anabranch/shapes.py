@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import cast
 
 import torch
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class Sizes:
@@ -49,3 +53,17 @@ def check_device(argument: str, tensor: torch.Tensor, device: torch.device) -> N
     """Refuse a tensor that lies on another device."""
     if tensor.device != device:
         raise ValueError(f"{argument} is on {tensor.device}, expected {device}")
+
+
+def read_index(index: torch.Tensor) -> list[int]:
+    """The values of an index of one dimension. Synchronises."""
+    return cast("list[int]", index.tolist())  # pyright: ignore[reportUnknownMemberType]
+
+
+def check_ascending(argument: str, bounds: Sequence[int]) -> None:
+    """Refuse bounds of sequences of which one ends before it begins."""
+    for seq, (start, stop) in enumerate(pairwise(bounds)):
+        if stop < start:
+            raise ValueError(
+                f"{argument} must not descend, got {start} then {stop} at sequence {seq}"
+            )

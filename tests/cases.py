@@ -123,14 +123,14 @@ def torch_attention(
 ) -> AttentionState:
     """Plain torch, by default in the precision of the inputs, where its error is the tolerance."""
     q = q.to(dtype or q.dtype)
-    out = q.new_zeros(*q.shape[:2], keys.v.shape[-1])
+    out = q.new_zeros(*q.shape[:2], keys.head_dim_v)
     state = AttentionState(out, q.new_full(q.shape[:2], -torch.inf))
     sinks, tree, softcap = (options[name] for name in ("sinks", "tree_mask", "softcap"))
     bounds = options["cu_seqlens_q"].tolist()
     for seq, (start, stop) in enumerate(pairwise(bounds)):
         k, v = (
             x.to(q.dtype).repeat_interleave(q.shape[1] // x.shape[1], 1).transpose(0, 1)
-            for x in reference.gather(keys, seq)
+            for x in keys.gather(seq)
         )
         mask = reference.visible(
             stop - start,

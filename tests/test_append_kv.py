@@ -171,5 +171,8 @@ def test_refuses(changes: dict[str, object], message: str) -> None:
 @pytest.mark.gpu
 def test_torch_is_the_cpus() -> None:
     case = Case(device="cuda")
-    with pytest.raises(ValueError, match="impl='torch' is the CPU's, got keys on cuda:0"):
+    with pytest.raises(
+        ValueError,
+        match="impl='torch' cannot write these keys: it is the CPU's, got keys on cuda:0",
+    ):
         append_kv(empty_keys(case), *new_tokens(case, 1), integers(case, [0]), impl="torch")

@@ -13,12 +13,13 @@ from typing import Any
 import pytest
 import torch
 from cases import SOURCES, Case, assert_right, integers, make_inputs, poisoned
+from configurations import every_attend_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import AttentionState, DenseKV, PagedKV, Plan, RaggedKV, attend, make_plan, merge
-from anabranch.kernels.config import AttendConfig, every_attend_config
-from anabranch.keys import KeySource
+from anabranch.kernels.config import AttendConfig
+from anabranch.keys import KeySource, flatten_source
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 GPU = pytest.mark.gpu
@@ -41,7 +42,8 @@ def tiles(value: AttendConfig | str) -> str:
 
 def plan_for(q: torch.Tensor, keys: KeySource, options: dict[str, Any], **planned: object) -> Plan:
     names = ("cu_seqlens_q", "causal", "window", "tree_mask")
-    return make_plan(q, keys, **{name: options[name] for name in names}, **planned)
+    given = {name: options[name] for name in names}
+    return make_plan(q, keys, impl="triton", **given, **planned)
 
 
 def check(case: Case, seed: int = 0, **planned: object) -> None:
@@ -190,12 +192,12 @@ def test_blocks_dealt_out_whole(
     lengths: tuple[int, ...], past: int, programs: int, dealt: bool, device: str, monkeypatch: Any
 ) -> None:
     """Blocks of many rows go to programs whole where there are enough of them."""
-    monkeypatch.setattr("anabranch.plan.num_sms", lambda _: programs)
+    monkeypatch.setattr("anabranch.kernels.triton.plan.num_sms", lambda _: programs)
     keys_of = tuple(length + past for length in lengths)
     case = Case(q_lens=lengths, k_lens=keys_of, source="ragged", dims=(16, 16), dtype=HALF)
     q, keys, options = make_inputs(replace(case, device=device), 0)
     plan = plan_for(q, keys, options, config=LONG)
-    assert (plan.schedule[5].item() > 0) == dealt
+    assert (plan.work.schedule[5].item() > 0) == dealt
     assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
 
 
@@ -205,12 +207,12 @@ def test_a_long_block_among_many_is_cut(
     longest: int, dealt: bool, device: str, monkeypatch: Any
 ) -> None:
     """Also where there are so many rounds that they are not added up."""
-    monkeypatch.setattr("anabranch.plan.num_sms", lambda _: 4)
+    monkeypatch.setattr("anabranch.kernels.triton.plan.num_sms", lambda _: 4)
     lengths = (longest, *(16,) * 129)
     case = Case(q_lens=(1,) * 130, k_lens=lengths, source="ragged", dims=(16, 16), dtype=HALF)
     q, keys, options = make_inputs(replace(case, device=device), 0)
     plan = plan_for(q, keys, options, config=LONG)
-    assert (plan.schedule[5].item() > 0) == dealt
+    assert (plan.work.schedule[5].item() > 0) == dealt
 
 
 def one_sequence(keys: KeySource, seq: int) -> KeySource:
@@ -231,7 +233,7 @@ def test_layers_share_a_plan(batch_invariant: bool, device: str) -> None:
     for layer in range(3):
         q, keys, options = make_inputs(case, layer)
         assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
-        assert not plan.counters.any()
+        assert not plan.work.parts.counters.any()
 
 
 @every_device
@@ -377,10 +379,11 @@ def test_compiled_whole(planned: bool, device: str) -> None:
 def test_operator_is_as_it_says(impl: str) -> None:
     case = Case(q_lens=(1, 3), k_lens=(40, 2), dims=(16, 16))
     q, keys, options = make_inputs(case, 0)
-    lengths = (keys.page_table, keys.seq_lens, options["cu_seqlens_q"])
-    rules = (None, None, True, None, None, 0.25)
-    arguments = (q, keys.k, keys.v, *lengths, *rules, [], [], impl)
+    rules = (True, None, None, 0.25, None, None)
+    arguments = (q, options["cu_seqlens_q"], *flatten_source(keys), *rules, impl, [], None)
     torch.library.opcheck(torch.ops.anabranch.attend.default, arguments)
+    out = AttentionState(torch.empty_like(q), torch.empty(q.shape[:2]))
+    torch.library.opcheck(torch.ops.anabranch.attend_into.default, (*out, *arguments))
 
 
 lengths = st.lists(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,25 @@ from tolerance import assert_state_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch import reference
+from anabranch.call import AttendCall
 from anabranch.kernels.cpu import attend as attend_module
 from anabranch.kernels.cpu import flash as flash_module
-from anabranch.kernels.cpu.attend import attend
 from anabranch.kernels.cpu.masks import BLOCK_M, Visibility
-from anabranch.keys import RaggedKV
+from anabranch.keys import KeySource, RaggedKV
+from anabranch.queries import Queries
+from anabranch.rules import Rules
 from anabranch.state import AttentionState, merge_stacked
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+
+def attend(
+    q: torch.Tensor, keys: KeySource, *, cu_seqlens_q: torch.Tensor, **rules: Any
+) -> AttentionState:
+    """As the producer runs it, also by rules that attend() refuses."""
+    queries = Queries(q, cu_seqlens_q, 0, keys.num_seqs)
+    call = AttendCall(queries, keys, Rules(**rules), keys.view())
+    return attend_module.attend(call, None, None)
 
 
 def check(case: Case, seed: int = 0) -> None:

@@ -187,7 +187,7 @@ def test_batch_beyond_int32(huge: torch.Tensor) -> None:
 
 def num_compiled() -> int:
     from anabranch.kernels.triton.append_kv import append_kv_kernel
-    from anabranch.kernels.triton.attend import attend_kernel
+    from anabranch.kernels.triton.attend_kernel import attend_kernel
     from anabranch.kernels.triton.schedule import schedule_kernel
 
     kernels = (attend_kernel, schedule_kernel, append_kv_kernel)

@@ -184,12 +184,22 @@ def test_contiguous_keys() -> None:
         RaggedKV(k, k, ints(0, 9))
 
 
-@pytest.mark.parametrize("dim", [0, 257])
-def test_head_dims(dim: int) -> None:
+@pytest.mark.parametrize(
+    ("dim", "message"),
+    [
+        (0, "must have a head dim of at least 1, got 0"),
+        (257, "impl='triton' cannot run this call: . must have a head dim from 1 to 256, got 257"),
+    ],
+)
+def test_head_dims(dim: int, message: str) -> None:
     cache = torch.zeros(4, 8, NUM_KV_HEADS, dim)
-    message = f"must have a head dim from 1 to 256, got {dim}"
-    refuse(message, queries(5, 6, dim), paged(k=cache))
-    refuse(message, keys=paged(v=cache))
+    refuse(message, queries(5, 6, dim), paged(k=cache), impl="triton")
+    refuse(message, keys=paged(v=cache), impl="triton")
+
+
+def test_a_plan_of_another_producer() -> None:
+    plan = make_plan(queries(), paged(), cu_seqlens_q=ints(0, 3, 5), impl="torch")
+    refuse("the plan was made by 'torch', got impl='triton'", plan=plan, impl="triton")
 
 
 @pytest.mark.parametrize(
@@ -206,7 +216,7 @@ def test_head_dims(dim: int) -> None:
         ),
         (
             {"keys": RaggedKV(CACHE[0], CACHE[0], ints(0, 3, 8))},
-            "the plan was made for packed keys = False, got True",
+            "the plan was made for source = paged, got ragged",
         ),
         (
             {
@@ -224,14 +234,17 @@ def test_plan_of_another_shape(given: dict[str, Any], message: str) -> None:
     keys = PagedKV(
         *(getattr(keys, name).to(device) for name in ("k", "v", "page_table", "seq_lens"))
     )
-    plan = make_plan(queries().to(device), keys, cu_seqlens_q=ints(0, 3, 5, device=device))
+    cu_seqlens_q = ints(0, 3, 5, device=device)
+    plan = make_plan(queries().to(device), keys, cu_seqlens_q=cu_seqlens_q, impl="triton")
     refuse(message, plan=plan, impl="triton", **given)
 
 
 @pytest.mark.gpu
 def test_torch_is_the_cpus() -> None:
     q, k = queries(device="cuda"), torch.zeros(5, 9, NUM_KV_HEADS, DIM, device="cuda")
-    with pytest.raises(ValueError, match="impl='torch' is the CPU's, got q on cuda:0"):
+    with pytest.raises(
+        ValueError, match="impl='torch' cannot run this call: it is the CPU's, got q on cuda:0"
+    ):
         attend(q, DenseKV(k, k), impl="torch")
 
 

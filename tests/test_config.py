@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import pytest
+from configurations import every_attend_config
 
-from anabranch.kernels.config import (
-    every_attend_config,
-    fit_shared_memory,
-    shared_bytes,
-    split_head_dim,
-)
+from anabranch.kernels.config import fit_shared_memory, shared_bytes, split_head_dim
 
 HOPPER = {"per_program": 232448, "per_sm": 233472}
 SMALLER = {

@@ -16,9 +16,10 @@ PACKAGE = Path(anabranch.__file__).parent
 # From low to high; a module imports only from its own layer and the layers below it.
 LAYERS = [
     {"state", "shapes"},
-    {"keys"},
+    {"keys", "device", "destination"},
+    {"rules", "queries", "call"},
     {"kernels"},
-    {"merge", "plan", "attend", "append", "linear"},
+    {"merge", "producers", "plan", "attend", "append", "linear"},
     {""},  # the package itself, `from anabranch import merge`
     {"integrations", "distributed"},
     {"cache"},
@@ -34,6 +35,9 @@ KERNELS_READ = {
     "state",
     "shapes",
     "keys",
+    "rules",
+    "call",
+    "device",
     "kernels.config",
     "kernels.compile",
     "kernels.linear_config",

@@ -166,4 +166,4 @@ def test_triton_on_the_cpu_is_refused_without_the_interpreter() -> None:
         [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
     )
     assert run.returncode != 0
-    assert "impl='triton' needs a GPU tensor" in run.stderr
+    assert "impl='triton' cannot run here: it needs a GPU tensor" in run.stderr

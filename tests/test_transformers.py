@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import Any
 
@@ -234,8 +233,7 @@ def test_bidirectional_layers(side: str) -> None:
 def test_the_kernel_reads_spans(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
-    attend = importlib.import_module("anabranch.attend")
-    monkeypatch.setattr(attend, "_default_implementation", lambda: "triton")
+    monkeypatch.setattr("anabranch.producers._default_name", lambda: "triton")
     model, batch = make_model("gpt-oss, sinks"), make_batch("left")
     expected, actual = (logits(model, impl, **batch) for impl in ("eager", "anabranch"))
     assert_logits_close(actual, expected, batch["attention_mask"].bool())

@@ -75,7 +75,7 @@ class Step:
     ) -> Plan | None:
         if q.device.type == "cpu":
             return None
-        shapes = (q.shape[1:], q.dtype, keys.k.shape[-2:], keys.v.shape[-2:])
+        shapes = (q.shape[1:], q.dtype, keys.num_kv_heads, keys.head_dim_k, keys.head_dim_v)
         kind = (group.tokens.start, window, *shapes)
         plan = self._plans.get(kind)
         if plan is None:

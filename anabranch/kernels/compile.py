@@ -1,22 +1,16 @@
 """Kernels compiled ahead of time for GPUs that are not here, and what they need there.
 
-A kernel module lists its launches in `compile_cases(shared_bytes)`, for a GPU with that much shared
-memory: a name, and a call of its launcher on meta tensors. Recorded instead of run, a launch says
-exactly what Triton is to compile.
-
-    python -m anabranch.kernels.compile anabranch.kernels.triton.merge sm_90 [prefix of a case]
+A call of a launcher on meta tensors is recorded instead of run: a launch says exactly what Triton
+is to compile.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from importlib import import_module
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -24,8 +18,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
-
-CompileCase = tuple[str, Callable[[], object]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +55,7 @@ class Resources:
     spills: int  # bytes of local memory (NVIDIA), vector registers (AMD)
     shared_bytes: int
     load_bytes: list[int]  # of each instruction that loads global memory
+    waits: bool  # for the kernel ahead, before it reads global memory
 
 
 def record(call: Callable[[], object]) -> list[Launch]:
@@ -116,7 +109,15 @@ def resources(compiled: CompiledKernel) -> Resources:
             )
         ]
     shared_bytes = max(static, compiled.metadata.shared)
-    return Resources(compiled.name, registers, spills, shared_bytes, loads)
+    waits = _waits(compiled.asm.get("ptx", ""))
+    return Resources(compiled.name, registers, spills, shared_bytes, loads, waits)
+
+
+def _waits(ptx: str) -> bool:
+    """Whether griddepcontrol.wait stands before everything that touches global memory."""
+    wait = ptx.find("griddepcontrol.wait")
+    touch = re.search(r"\b(ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async", ptx)
+    return wait >= 0 and (touch is None or wait < touch.start())
 
 
 def _cubin_usage(cubin: bytes, kernel: str) -> tuple[int, int, int]:
@@ -130,16 +131,3 @@ def _cubin_usage(cubin: bytes, kernel: str) -> tuple[int, int, int]:
         int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "SHARED", "LOCAL")
     )
     return registers, stack + local, shared
-
-
-def measure(module: str, target: Target, prefix: str = "") -> Iterator[tuple[str, Resources]]:
-    """Compile the cases of a kernel module whose name begins with `prefix` for one target."""
-    for name, call in import_module(module).compile_cases(target.shared_bytes):
-        if name.startswith(prefix):
-            for launch in record(call):
-                yield name, resources(compile_launch(launch, target))
-
-
-if __name__ == "__main__":
-    for case, needs in measure(sys.argv[1], TARGETS[sys.argv[2]], *sys.argv[3:]):
-        print(json.dumps({"case": case, **asdict(needs)}))

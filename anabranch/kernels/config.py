@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
 
 
-def _power_of_two(size: int) -> int:
+def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
@@ -24,7 +23,7 @@ def select_merge(head_dim: int) -> MergeConfig:
 
     Rows that are no multiple of 16 elements are loaded one by one; with 4 warps they spill.
     """
-    block_rows = max(1, 2048 // _power_of_two(head_dim))
+    block_rows = max(1, 2048 // power_of_two(head_dim))
     return MergeConfig(block_rows, num_warps=4 if head_dim % 16 == 0 else 8)
 
 
@@ -49,98 +48,18 @@ class AttendConfig:
     whole_rows: int = 512  # there, sequences with so many query rows are not cut
 
 
-@dataclass(frozen=True, slots=True)
-class AttendConstants:
-    """What a compiled attention kernel is specialised for; never a length or a batch size."""
-
-    causal: bool
-    group: int  # query heads for each kv head
-    num_kv_heads: int
-    page_size: int  # 1 for contiguous keys, which have no pages
-    head_dim_k: int
-    head_dim_v: int
-    dk_main: int  # head_dim_k <= dk_main + dk_rest, powers of two
-    dk_rest: int
-    block_dv: int  # the power of two that holds head_dim_v
-    block_m: int
-    block_n: int
-    keys_first: bool
-    values_first: bool
-    fan_in: int
-    merge_rows: int
-    merge_batch: int
-    num_programs: int
-    num_workers: int  # teams of one program for each kv head
-    merge_price: int
-    block_price: int
-    fixed_parts: bool
-    part_tiles: int
-    whole_rows: int
-    fused: bool  # parts are merged by the worker that arrives last, not by a second launch
-    overlap: bool  # launched while the kernel ahead is still ending
-    # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
-    # save a fifth of the inner loop's instructions
-    page_strides: tuple[int, int, int, int] | None = None
-    wide_pages: bool = False  # a page spans 2^31 elements or more
-
-
-def attend_constants(
-    config: AttendConfig,
-    *,
-    causal: bool,
-    group: int,
-    num_kv_heads: int,
-    page_size: int,
-    head_dim_k: int,
-    head_dim_v: int,
-    num_programs: int,
-    fixed_parts: bool = False,
-    fused: bool = True,
-    overlap: bool = False,
-) -> AttendConstants:
-    """Join a configuration with the shapes of a call."""
-    main, rest = split_head_dim(head_dim_k)
-    return AttendConstants(
-        causal=causal,
-        group=group,
-        num_kv_heads=num_kv_heads,
-        page_size=page_size,
-        head_dim_k=head_dim_k,
-        head_dim_v=head_dim_v,
-        dk_main=main,
-        dk_rest=rest,
-        block_dv=max(16, _power_of_two(head_dim_v)),
-        block_m=config.block_m,
-        block_n=config.block_n,
-        keys_first=config.keys_first,
-        values_first=config.values_first,
-        fan_in=config.fan_in,
-        merge_rows=min(config.merge_rows, config.block_m),
-        merge_batch=config.merge_batch,
-        num_programs=max(num_programs, num_kv_heads),
-        num_workers=max(num_programs // num_kv_heads, 1),
-        merge_price=config.merge_price,
-        block_price=config.block_price,
-        fixed_parts=fixed_parts,
-        part_tiles=config.part_tiles,
-        whole_rows=config.whole_rows,
-        fused=fused,
-        overlap=overlap,
-    )
-
-
 def split_head_dim(head_dim: int) -> tuple[int, int]:
     """Two powers of two that hold a head dim with less padding than one: 192 = 128 + 64."""
-    whole = max(16, _power_of_two(head_dim))
+    whole = max(16, power_of_two(head_dim))
     main = whole // 2
-    rest = max(16, _power_of_two(head_dim - main)) if head_dim > main else 0
+    rest = max(16, power_of_two(head_dim - main)) if head_dim > main else 0
     return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
 
 
 def shared_bytes(config: AttendConfig, head_dim_k: int, head_dim_v: int, itemsize: int) -> int:
     """Shared memory of one program: tiles under way, queries, weights, a little for barriers."""
     dim_k = sum(split_head_dim(head_dim_k))
-    tiles = config.num_stages * config.block_n * (dim_k + max(16, _power_of_two(head_dim_v)))
+    tiles = config.num_stages * config.block_n * (dim_k + max(16, power_of_two(head_dim_v)))
     weights = config.block_m * config.block_n if config.keys_first else 0
     return itemsize * (tiles + config.block_m * dim_k + weights) + 1536
 
@@ -234,24 +153,3 @@ def _select_long(rows_per_seq: float, head_dim: int, window: int | None) -> Atte
     # Two stages are all that fits, and copies under way must not wait for each other: 1 x 8192,
     # 256 dims: 2108 against 2348
     return config(128, 64, 8, 2, 1, merge_rows=32, block_price=4, values_first=False)
-
-
-def every_attend_config() -> dict[AttendConfig, tuple[float, int, tuple[int, int], int]]:
-    """Each configuration, and the widest call that selects it: rows, pairs, head dims, itemsize."""
-    calls = product(
-        (4.0, 8.0, 32.0, 64.0, 1024.0, 32768.0),
-        (8, 64, 1024),
-        ((64, 64), (128, 128), (192, 128), (256, 256)),
-        (2, 4),
-    )
-    configs: dict[AttendConfig, tuple[float, int, tuple[int, int], int]] = {}
-    for rows, pairs, dims, itemsize in calls:
-        config = select_attend(
-            rows_per_seq=rows,
-            num_pairs=pairs,
-            head_dim_k=dims[0],
-            head_dim_v=dims[1],
-            itemsize=itemsize,
-        )
-        configs[config] = (rows, pairs, dims, itemsize)
-    return configs

@@ -5,6 +5,11 @@ from __future__ import annotations
 import torch
 
 
+def refusal(device: torch.device) -> str | None:
+    """Why keys on a device cannot be written; None if they can."""
+    return None if device.type == "cpu" else f"it is the CPU's, got keys on {device}"
+
+
 def append_kv(
     k_cache: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim_k]
     v_cache: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim_v]

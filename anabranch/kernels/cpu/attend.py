@@ -1,4 +1,4 @@
-"""Attention on the CPU: states of torch's flash kernel over ranges of keys, merged."""
+"""The producer "torch": states of torch's CPU flash kernel over ranges of keys, merged."""
 
 from __future__ import annotations
 
@@ -6,43 +6,60 @@ from itertools import pairwise
 
 import torch
 
+from anabranch.call import AttendCall, PlanOptions
 from anabranch.kernels.cpu.batches import Batch, make_batches
 from anabranch.kernels.cpu.blockwise import attend_blockwise
-from anabranch.kernels.cpu.columns import Views
 from anabranch.kernels.cpu.flash import MAX_FOLDED_LEN, flash
 from anabranch.kernels.cpu.masks import Visibility
 from anabranch.kernels.cpu.merge import merge
-from anabranch.keys import KeySource, PagedKV
+from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
 MAX_MERGED_ELEMENTS = 1 << 18  # of a state; temporaries stay in the cache, 5 times faster
 MAX_COPIED_BYTES = 8 << 20  # beyond 32 MiB glibc maps fresh pages at every call, 4 times slower
 
 
-def attend(
-    q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
-    keys: KeySource,
-    *,
-    cu_seqlens_q: torch.Tensor,  # int32 [num_seqs + 1]
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    sinks: torch.Tensor | None,  # [num_heads]
-    tree_mask: torch.Tensor | None,  # bool [num_tokens, width]
-) -> AttentionState:
-    """The state of every query; rows of no sequence are empty."""
-    shape = (*q.shape[:2], keys.v.shape[-1])
-    bounds = cu_seqlens_q.tolist()
+def refusal(call: AttendCall, options: PlanOptions) -> str | None:
+    """Why a call cannot run here; None if it can."""
+    del options
+    device = call.queries.packed.device
+    return None if device.type == "cpu" else f"it is the CPU's, got q on {device}"
+
+
+def make_plan(call: AttendCall, options: PlanOptions) -> None:
+    """Nothing: sequences are brought together when they are attended to."""
+    del call, options
+
+
+def flatten_plan(plan: None) -> tuple[list[torch.Tensor], str]:
+    """Nothing to pass on."""
+    del plan
+    return [], ""
+
+
+def rebuild_plan(tensors: list[torch.Tensor], text: str) -> None:
+    """Nothing was passed on."""
+    del tensors, text
+
+
+def attend(call: AttendCall, plan: None, out: AttentionState | None) -> AttentionState:
+    """The state of a call, in `out` if that is given; rows of no sequence are empty."""
+    del plan
+    queries, keys, rules, _ = call
+    q, head_dim_v = queries.packed, keys.head_dim_v
+    shape = (*q.shape[:2], head_dim_v)
+    bounds = queries.starts().tolist()
     state = None
-    use_flash = softcap is None and q.shape[2] == shape[2]
-    join_long = use_flash and window is None and not isinstance(keys, PagedKV)
-    for batch in make_batches(q, keys, bounds, window, join_long):
-        visibility = _visibility(batch, causal, window, tree_mask)
+    use_flash = rules.softcap is None and q.shape[2] == head_dim_v
+    join_long = use_flash and rules.window is None and keys.is_contiguous
+    for batch in make_batches(q, keys, bounds, rules.window, join_long):
+        visibility = _visibility(batch, rules)
         if use_flash:
-            part = _attend_flash(batch, visibility, scale)
+            part = _attend_flash(batch, visibility, rules.scale)
         else:
-            part = attend_blockwise(batch, visibility, shape[2], scale=scale, softcap=softcap)
+            part = attend_blockwise(
+                batch, visibility, head_dim_v, scale=rules.scale, softcap=rules.softcap
+            )
         part = AttentionState(*(x.flatten(0, 1) for x in part))
         if batch.tokens == slice(0, len(q)):
             state = part
@@ -50,20 +67,24 @@ def attend(
             state = state or AttentionState.empty(shape, dtype=q.dtype)
             state.out[batch.tokens], state.lse[batch.tokens] = part
     state = state or AttentionState.empty(shape, dtype=q.dtype)
-    if sinks is not None:
+    if rules.sinks is not None:
         attended = AttentionState(*(x[None, bounds[0] : bounds[-1]] for x in state))
-        _merge_rows((attended, AttentionState.sink(sinks, attended)), attended)
-    return state
+        _merge_rows((attended, AttentionState.sink(rules.sinks, attended)), attended)
+    if out is None:
+        return state
+    out.out.copy_(state.out)
+    out.lse.copy_(state.lse)
+    return out
 
 
-def _visibility(
-    batch: Batch, causal: bool, window: int | None, tree_mask: torch.Tensor | None
-) -> Visibility:
+def _visibility(batch: Batch, rules: Rules) -> Visibility:
     q_len, k_len = batch.q.shape[1], batch.k_len
-    tree = None if tree_mask is None else tree_mask[batch.tokens].unflatten(0, (-1, q_len))
+    tree, window = rules.tree_mask, rules.window
+    if tree is not None:
+        tree = tree[batch.tokens].unflatten(0, (-1, q_len))
     if window is not None and window >= k_len:
         window = None
-    return Visibility(q_len, k_len, causal, window, tree, batch.starts)
+    return Visibility(q_len, k_len, rules.causal, window, tree, batch.starts)
 
 
 def _attend_flash(batch: Batch, visibility: Visibility, scale: float) -> AttentionState:
@@ -97,11 +118,10 @@ def _merge_rows(parts: tuple[AttentionState, ...], merged: AttentionState) -> No
 def _cut(batch: Batch, columns: slice) -> list[slice]:
     """Copies for few queries are made and read in the cache, a part at a time."""
     num_seqs, q_len = batch.q.shape[:2]
-    if isinstance(batch.columns, Views) or q_len > MAX_FOLDED_LEN:
+    if not batch.columns.copied_bytes or q_len > MAX_FOLDED_LEN:
         return [columns]
     k_len = columns.stop - columns.start
-    row_bytes = sum(x.shape[-2] * x.shape[-1] * x.itemsize for x in batch.columns[:2])
-    num_parts = -(-num_seqs * k_len * row_bytes // MAX_COPIED_BYTES)
+    num_parts = -(-num_seqs * k_len * batch.columns.copied_bytes // MAX_COPIED_BYTES)
     edges = [columns.start + i * k_len // num_parts for i in range(num_parts + 1)]
     return [slice(*edge) for edge in pairwise(edges)]
 

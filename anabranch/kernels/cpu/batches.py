@@ -8,8 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.kernels.cpu.columns import Pages, Rows, Views, find_columns
-from anabranch.keys import KeySource, RaggedKV
+from anabranch.keys import KeyColumns, KeySource
 
 MAX_SHORT_WORK = 1 << 20  # multiply-adds of a sequence that cost about as much as a call
 MAX_PADDED_KEYS = 64  # that a short sequence may lack to the longest of its batch,
@@ -22,7 +21,7 @@ class Batch(NamedTuple):
     tokens: slice | torch.Tensor  # which rows of the packed queries these are
     q: torch.Tensor  # [num_seqs, q_len, num_heads, head_dim_k]
     k_len: int
-    columns: Views | Pages | Rows  # the keys
+    columns: KeyColumns
     starts: torch.Tensor | None  # int64 [num_seqs], column of the first key; None if all are 0
 
 
@@ -31,29 +30,20 @@ def make_batches(
 ) -> Iterator[Batch]:
     """Every sequence that has queries and keys, without the keys before any query's window."""
     q_lens = [stop - start for start, stop in pairwise(bounds)]
-    k_lens = key_lens(keys)
+    k_lens = keys.key_lens()
     seen = k_lens
     if window is not None:
         seen = [min(k, q_len + window - 1) for q_len, k in zip(q_lens, k_lens, strict=True)]
-    max_short = MAX_SHORT_WORK // (q.shape[1] * (q.shape[2] + keys.v.shape[-1]))
+    max_short = MAX_SHORT_WORK // (q.shape[1] * (q.shape[2] + keys.head_dim_v))
     for seqs in group_sequences(q_lens, seen, max_short, join_long):
         q_len, k_len = q_lens[seqs[0]], max(seen[seq] for seq in seqs)
         starts = None
         if any(seen[seq] < k_len for seq in seqs):
             starts = torch.tensor([k_len - seen[seq] for seq in seqs])
-        columns = find_columns(keys, seqs, [k_lens[seq] for seq in seqs], k_len, starts)
+        columns = keys.columns(seqs, [k_lens[seq] for seq in seqs], k_len, starts)
         tokens = _tokens([bounds[seq] for seq in seqs], q_len)
         rows = q if tokens == slice(0, len(q)) else q[tokens]
         yield Batch(tokens, rows.view(-1, q_len, *q.shape[1:]), k_len, columns, starts)
-
-
-def key_lens(keys: KeySource) -> list[int]:
-    """How many keys each sequence has."""
-    if isinstance(keys, RaggedKV):
-        return [stop - start for start, stop in pairwise(keys.cu_seqlens.tolist())]
-    if keys.seq_lens is None:
-        return [keys.k.shape[1]] * keys.num_seqs
-    return keys.seq_lens.tolist()
 
 
 def group_sequences(

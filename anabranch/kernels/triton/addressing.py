@@ -8,6 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.keys import KeyStore, KeyView
+
 
 class Rows(NamedTuple):
     """A tensor [tokens, heads, dims] and its strides, flat so that kernels can pass it on."""
@@ -18,14 +20,33 @@ class Rows(NamedTuple):
     dim: int
 
 
-class Pages(NamedTuple):
-    """A tensor [pages, keys, heads, dims] and its strides."""
+class StoreArguments(NamedTuple):
+    """A store as a kernel takes it; its format is a constant."""
 
     ptr: torch.Tensor
     page: int
     key: int
     head: int
     dim: int
+    scales: torch.Tensor | None
+
+
+class ViewArguments(NamedTuple):
+    """The view of a source as a kernel takes it."""
+
+    k: StoreArguments
+    v: StoreArguments
+    table: torch.Tensor | None
+
+
+def store_arguments(store: KeyStore) -> StoreArguments:
+    """A store without its format."""
+    return StoreArguments(store.ptr, store.page, store.key, store.head, store.dim, store.scales)
+
+
+def view_arguments(view: KeyView) -> ViewArguments:
+    """A view without what kernels know as constants."""
+    return ViewArguments(store_arguments(view.k), store_arguments(view.v), view.page_table)
 
 
 @triton.jit
@@ -43,6 +64,25 @@ def load_rows(ptrs, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.c
     else:
         rows = tl.load(ptrs)
     return rows
+
+
+@triton.jit
+def load_tile(
+    store, box, ptrs, place, kv_head,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
+    FORMAT: tl.constexpr, BOXED: tl.constexpr,
+):  # fmt: skip
+    """Dims [FIRST, FIRST + WIDTH) of a tile of keys or values, as numbers of the queries' dtype.
+
+    Every tile comes through here, so this is where a format is decoded. `place` is the tile's first
+    row in the box, or the offset of each key from `ptrs`.
+    """
+    tl.static_assert(FORMAT.name == "plain", "no such format")
+    if BOXED:
+        tile = box.load([place, kv_head * store.head + FIRST])
+    else:
+        tile = load_rows(ptrs, place, FIRST, WIDTH, DIM)
+    return tile
 
 
 @triton.jit
@@ -64,6 +104,8 @@ def key_offsets(keys, pages, page_stride, key_stride, table_ptr, C: tl.constexpr
     """Element offsets (int64) of keys in their pages; wide pages span 2^31 elements or more."""
     rows = keys.to(tl.int64) * key_stride
     if table_ptr is not None:
-        rows = (keys.to(tl.uint32) % C.page_size).to(tl.int64 if C.wide_pages else tl.int32)
+        rows = (keys.to(tl.uint32) % C.source.page_size).to(
+            tl.int64 if C.source.wide_pages else tl.int32
+        )
         rows = rows * key_stride
     return pages.to(tl.int64) * page_stride + rows

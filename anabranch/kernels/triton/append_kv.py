@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 
 from anabranch.kernels.config import select_merge
-from anabranch.kernels.triton.addressing import Pages, Rows
+from anabranch.kernels.triton.addressing import Rows, store_arguments
+from anabranch.kernels.triton.runtime import device_refusal
+from anabranch.keys import store_of
+
+
+def refusal(device: torch.device) -> str | None:
+    """Why keys on a device cannot be written; None if they can."""
+    return device_refusal(device)
 
 
 def append_kv(
@@ -27,8 +31,8 @@ def append_kv(
     append_kv_kernel[triton.cdiv(num_tokens * num_heads, config.block_rows),](
         Rows(k, *k.stride()),
         Rows(v, *v.stride()),
-        Pages(k_cache, *k_cache.stride()),
-        Pages(v_cache, *v_cache.stride()),
+        store_arguments(store_of(k_cache)),
+        store_arguments(store_of(v_cache)),
         slot_mapping,
         slot_mapping.stride(0),
         num_tokens * num_heads,
@@ -41,25 +45,6 @@ def append_kv(
         BLOCK_DV=triton.next_power_of_2(head_dim_v),
         num_warps=config.num_warps,
     )
-
-
-def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors that cover widths, dtypes, cache layouts and kinds of slots."""
-    half, single = torch.bfloat16, torch.float32
-
-    def launch(
-        dims: tuple[int, int], dtype: torch.dtype, slots: torch.dtype, by_heads: bool
-    ) -> object:
-        shape = (4, 8, 16) if by_heads else (4, 16, 8)
-        caches = (torch.empty(*shape, dim, dtype=dtype, device="meta") for dim in dims)
-        views = (cache.transpose(1, 2) if by_heads else cache for cache in caches)
-        new = (torch.empty(64, 8, dim, dtype=dtype, device="meta") for dim in dims)
-        return append_kv(*views, *new, torch.empty(64, dtype=slots, device="meta"))
-
-    for dims in ((64, 64), (72, 72), (128, 128), (192, 128), (256, 256)):
-        yield f"bfloat16, {dims[0]}/{dims[1]}", partial(launch, dims, half, torch.int32, False)
-    yield "bfloat16, by heads", partial(launch, (128, 128), half, torch.int64, True)
-    yield "float32", partial(launch, (128, 128), single, torch.int64, False)
 
 
 @triton.jit
@@ -77,8 +62,8 @@ def move_rows(source, cache, tokens, pages, keys, heads, row_mask, DIM, BLOCK_D:
 def append_kv_kernel(
     k,  # Rows [num_tokens, num_kv_heads, head_dim_k]
     v,  # Rows [num_tokens, num_kv_heads, head_dim_v]
-    k_cache,  # Pages [num_pages, page_size, num_kv_heads, head_dim_k]
-    v_cache,  # Pages [num_pages, page_size, num_kv_heads, head_dim_v]
+    k_cache,  # StoreArguments [num_pages, page_size, num_kv_heads, head_dim_k]
+    v_cache,  # StoreArguments [num_pages, page_size, num_kv_heads, head_dim_v]
     slots_ptr,  # [num_tokens]
     slots_stride,
     num_rows,  # num_tokens * num_kv_heads

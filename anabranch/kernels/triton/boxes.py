@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from anabranch.kernels.config import AttendConstants
-from anabranch.kernels.triton.addressing import Pages
+from anabranch.kernels.triton.constants import AttendConstants
+from anabranch.keys import PLAIN, KeyStore, KeyView
 
 
 class Boxes(NamedTuple):
@@ -18,30 +18,30 @@ class Boxes(NamedTuple):
     v: TensorDescriptor  # boxes [block_n, block_dv]
 
 
-def boxes_of(
-    k: Pages, v: Pages, rows: int, origins: int, constants: AttendConstants
-) -> Boxes | None:
-    """Descriptors of contiguous keys, or None where the accelerator cannot take them.
-
-    `origins` sequences (or, packed, keys) begin `rows` rows apart.
-    """
-    c = constants
-    exact = c.head_dim_k == c.dk_main + c.dk_rest and c.head_dim_v == c.block_dv
-    if not exact or c.block_m < 64 or k.ptr.element_size() != 2 or not origins * rows:
+def boxes_of(view: KeyView, constants: AttendConstants) -> Boxes | None:
+    """Descriptors of contiguous keys, or None where the accelerator cannot take them."""
+    c, tiles, rows = constants, constants.tiles, view.page_size
+    origins = view.k.ptr.shape[0]
+    if view.page_table is not None or tiles.block_m < 64 or not origins * rows:
         return None
-    for pages in (k, v):
-        aligned = pages.ptr.data_ptr() % 16 == 0 and pages.key % 8 == 0 and pages.head % 8 == 0
-        if not aligned or pages.dim != 1 or pages.page != pages.key * rows or pages.key <= 0:
+    exact = c.head_dim_k == tiles.dk_main + tiles.dk_rest and c.head_dim_v == tiles.block_dv
+    if not exact or view.k.ptr.element_size() != 2:
+        return None
+    for store in (view.k, view.v):
+        aligned = store.ptr.data_ptr() % 16 == 0 and store.key % 8 == 0 and store.head % 8 == 0
+        if not aligned or store.dim != 1 or store.page != store.key * rows or store.key <= 0:
             return None
-        if c.num_kv_heads * max(pages.head, c.head_dim_k, c.head_dim_v) >= 1 << 31:
+        if store.format != PLAIN:
+            return None
+        if c.num_kv_heads * max(store.head, c.head_dim_k, c.head_dim_v) >= 1 << 31:
             return None  # a column would not fit into 32 bits
 
-    def box(pages: Pages, dim: int, width: int) -> TensorDescriptor:
-        shape = [origins * rows, (c.num_kv_heads - 1) * pages.head + dim]
-        return TensorDescriptor(pages.ptr, shape, [pages.key, 1], [c.block_n, width])
+    def box(store: KeyStore, dim: int, width: int) -> TensorDescriptor:
+        shape = [origins * rows, (c.num_kv_heads - 1) * store.head + dim]
+        return TensorDescriptor(store.ptr, shape, [store.key, 1], [tiles.block_n, width])
 
     return Boxes(
-        box(k, c.head_dim_k, c.dk_main),
-        box(k, c.head_dim_k, c.dk_rest or c.dk_main),
-        box(v, c.head_dim_v, c.block_dv),
+        box(view.k, c.head_dim_k, tiles.dk_main),
+        box(view.k, c.head_dim_k, tiles.dk_rest or tiles.dk_main),
+        box(view.v, c.head_dim_v, tiles.block_dv),
     )

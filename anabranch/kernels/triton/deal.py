@@ -57,12 +57,12 @@ def longest_turns(dealt_ptr, num_blocks, num_rounds, most, C: tl.constexpr, CHUN
     A block counts as the longest of its level, so that the order within a level changes nothing.
     """
     longest = 0
-    for start in range(0, C.num_programs, CHUNK):
+    for start in range(0, C.division.num_programs, CHUNK):
         programs = start + tl.arange(0, CHUNK)
         units = tl.zeros([CHUNK], tl.int32)
         for turn in range(num_rounds):
             place, _ = pair_of(turn, programs, C)
-            inside = (programs < C.num_programs) & (place < num_blocks)
+            inside = (programs < C.division.num_programs) & (place < num_blocks)
             level = level_of(dealt_ptr, place, inside, most)
             num_tiles = most - level * tiles_a_level(most)
             units += tl.where(inside, units_of(num_tiles, 0, C), 0)

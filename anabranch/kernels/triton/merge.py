@@ -6,9 +6,6 @@ wait for memory one after the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -53,23 +50,6 @@ def merge(
         STACKED=stacked,
         num_warps=config.num_warps,
     )
-
-
-def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors that cover the configurations, sources and dtypes."""
-    half, single = torch.float16, torch.float32
-
-    def launch(lead: tuple[int, ...], sources: int, head_dim: int, *dtypes: torch.dtype) -> object:
-        shape = (*lead, 64, 8, head_dim)
-        part = AttentionState.empty(shape, dtype=dtypes[0], device="meta")
-        merged = AttentionState.empty(shape[-3:], dtype=dtypes[1], device="meta")
-        return merge((part,) * sources, bool(lead), *merged)
-
-    for head_dim in (1, 64, 72, 128, 192, 512):
-        yield f"two float16, head dim {head_dim}", partial(launch, (), 2, head_dim, half, half)
-    yield "two float32", partial(launch, (), 2, 128, single, single)
-    yield "eight float16", partial(launch, (), 8, 128, half, half)
-    yield "stacked float32 into float16", partial(launch, (17,), 1, 128, single, half)
 
 
 @triton.jit

@@ -34,7 +34,7 @@ def slot_of(part, first_slot, kv_head, C: tl.constexpr):
     so it has two.
     """
     slot = first_slot + part
-    if not C.fixed_parts:
+    if not C.division.fixed_parts:
         slot = 2 * slot + (part == 0)
     return slot.to(tl.int64) * C.num_kv_heads + kv_head
 
@@ -43,16 +43,16 @@ def slot_of(part, first_slot, kv_head, C: tl.constexpr):
 def store_slot(out, lse, slot, rows, num_rows, parts, C: tl.constexpr):
     """Write those of a part's rows that belong to somebody into its slot."""
     inside = rows < num_rows
-    rows = slot * C.block_m + rows
-    dims = tl.arange(0, C.block_dv)
-    tl.store(parts.outs + rows[:, None] * C.block_dv + dims[None, :], out, inside[:, None])
+    rows = slot * C.tiles.block_m + rows
+    dims = tl.arange(0, C.tiles.block_dv)
+    tl.store(parts.outs + rows[:, None] * C.tiles.block_dv + dims[None, :], out, inside[:, None])
     tl.store(parts.lses + rows, lse, inside)
 
 
 @triton.jit
 def leave_part(out, lse, part, first_slot, kv_head, num_rows, parts, C: tl.constexpr):
     """Leave a part where the tree looks for it."""
-    rows = tl.arange(0, C.block_m)
+    rows = tl.arange(0, C.tiles.block_m)
     store_slot(out, lse, slot_of(part, first_slot, kv_head, C), rows, num_rows, parts, C)
 
 
@@ -61,17 +61,17 @@ def merge_children(
     node, span, children, first_slot, kv_head, rows, num_rows, parts, C: tl.constexpr
 ):
     """Merge some rows of a node's children. Loads pass by L1: other workers wrote them."""
-    state = empty_state(C.merge_rows, C.block_dv)
-    dims = tl.arange(0, C.block_dv)[None, :]
-    BATCH: tl.constexpr = C.merge_batch
+    state = empty_state(C.merging.rows, C.tiles.block_dv)
+    dims = tl.arange(0, C.tiles.block_dv)[None, :]
+    BATCH: tl.constexpr = C.merging.batch
     for first in range(0, children, BATCH):
         outs = ()
         lses = ()
         for i in tl.static_range(BATCH):  # all loads are under way before the first is used
             child = first + i
             present = (rows < num_rows) & (child < children)
-            places = slot_of(node + child * span, first_slot, kv_head, C) * C.block_m + rows
-            ptrs = parts.outs + places[:, None] * C.block_dv + dims
+            places = slot_of(node + child * span, first_slot, kv_head, C) * C.tiles.block_m + rows
+            ptrs = parts.outs + places[:, None] * C.tiles.block_dv + dims
             lse = tl.load(parts.lses + places, present, other=float("-inf"), cache_modifier=".cg")
             out = tl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
             outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
@@ -109,20 +109,20 @@ def merge_tree(
     node = part  # the first part below the node reached
     span = 1  # parts below a child
     while span < num_parts:
-        node = node // (span * C.fan_in) * (span * C.fan_in)
-        children = tl.minimum(tl.cdiv(num_parts - node, span), C.fan_in)
+        node = node // (span * C.merging.fan_in) * (span * C.merging.fan_in)
+        children = tl.minimum(tl.cdiv(num_parts - node, span), C.merging.fan_in)
         climbs = children == 1
         if children > 1:
             # node + span tells a node from all others: fan_in divides it as often as it does span
             climbs = arrive(parts.counters + slot_of(node + span, first_slot, kv_head, C), children)
             if climbs:
-                left = tl.minimum(num_rows - first_row, C.block_m)
-                for row in range(0, left, C.merge_rows):
-                    rows = row + tl.arange(0, C.merge_rows)
+                left = tl.minimum(num_rows - first_row, C.tiles.block_m)
+                for row in range(0, left, C.merging.rows):
+                    rows = row + tl.arange(0, C.merging.rows)
                     out, lse = merge_children(
                         node, span, children, first_slot, kv_head, rows, left, parts, C
                     )
-                    if span * C.fan_in >= num_parts:
+                    if span * C.merging.fan_in >= num_parts:
                         write_rows(
                             out, lse, first_row + rows, num_rows, q_start, kv_head,
                             out_rows, lse_rows, C,
@@ -131,4 +131,4 @@ def merge_tree(
                         tl.debug_barrier()  # the first child's slot has been read
                         slot = slot_of(node, first_slot, kv_head, C)
                         store_slot(out, lse, slot, rows, left, parts, C)
-        span = tl.where(climbs, span * C.fan_in, num_parts)
+        span = tl.where(climbs, span * C.merging.fan_in, num_parts)

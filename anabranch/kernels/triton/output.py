@@ -9,7 +9,7 @@ def write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C
     """Write finished rows of one kv head; those from `num_rows` on belong to nobody."""
     tokens = (q_start + rows // C.group).to(tl.int64)
     heads = kv_head * C.group + rows % C.group
-    dims = tl.arange(0, C.block_dv)
+    dims = tl.arange(0, C.tiles.block_dv)
     inside = rows < num_rows
     offsets = tokens * out_rows.token + heads.to(tl.int64) * out_rows.head
     ptrs = out_rows.ptr + offsets[:, None] + (dims * out_rows.dim)[None, :]

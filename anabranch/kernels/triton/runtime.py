@@ -11,10 +11,17 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def require_triton_device(device: torch.device) -> None:
-    """Refuse a device that Triton kernels cannot run on, with the reason."""
+def device_refusal(device: torch.device) -> str | None:
+    """Why Triton kernels cannot run on a device; None if they can."""
     if device.type == "cpu" and not interpreting():
-        raise RuntimeError(
-            "impl='triton' needs a GPU tensor, got one on the CPU "
+        return (
+            "it needs a GPU tensor, got one on the CPU "
             "(set TRITON_INTERPRET=1 before the import to run it in the interpreter)"
         )
+    return None
+
+
+def require_triton_device(device: torch.device) -> None:
+    """Refuse a device that Triton kernels cannot run on, with the reason."""
+    if reason := device_refusal(device):
+        raise RuntimeError(f"impl='triton' cannot run here: {reason}")

@@ -1,7 +1,7 @@
 """The plan, made on the device: which keys of which rows each worker attends to.
 
 Queries are cut into blocks of block_m rows (token, head in group) of one sequence, keys into tiles
-of block_n. The tiles of all blocks stand in one list, each block's behind a price for beginning it;
+of block_n. The tiles of all blocks stand in one list, each block's after a price for beginning it;
 worker w takes the units [w * share, (w + 1) * share) of it. So every worker has equal work, a block
 that crosses a boundary leaves parts to merge, and there are at most two such parts a worker,
 whatever the batch.
@@ -17,14 +17,11 @@ the sequence alone, and each is a state of its own: results do not depend on the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.config import AttendConfig, AttendConstants, attend_constants
+from anabranch.kernels.triton.constants import AttendConstants
 from anabranch.kernels.triton.deal import longest_turns, sort_blocks
 from anabranch.kernels.triton.masks import seen_by_any
 from anabranch.kernels.triton.schedule_layout import (
@@ -33,11 +30,12 @@ from anabranch.kernels.triton.schedule_layout import (
     WORKER,
     is_dealt,
     num_blocks_bound,
-    schedule_size,
     units_of,
 )
 
-MANY_ROUNDS: tl.constexpr = tl.constexpr(64)  # so many are not added up
+MANY_ROUNDS: tl.constexpr = tl.constexpr(
+    64
+)  # from this count on the balance is estimated, not summed
 
 
 def schedule(
@@ -85,7 +83,7 @@ def last_not_above(sorted_ptr, stride, count, values):
 
 @triton.jit
 def query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens):
-    """First token and number of tokens; sequence `num_seqs` owns the tokens of nobody."""
+    """First token and number of tokens; index num_seqs stands for orphan tokens."""
     start = tl.load(cu_seqlens_q_ptr + seqs, seqs <= num_seqs, other=0)
     stop = tl.load(cu_seqlens_q_ptr + seqs + 1, seqs < num_seqs, other=num_tokens)
     return start, tl.maximum(tl.minimum(stop, num_tokens) - start, 0)
@@ -123,7 +121,7 @@ def schedule_kernel(
     CHUNK: tl.constexpr = 256,
 ):
     workers_ptr = schedule_ptr + HEADER
-    blocks_ptr = workers_ptr + C.num_workers * WORKER
+    blocks_ptr = workers_ptr + C.division.num_workers * WORKER
     seqs_ptr = blocks_ptr + max_blocks * (2 if is_dealt(C) else 1) * RECORD
     lanes = tl.arange(0, CHUNK)
 
@@ -131,7 +129,7 @@ def schedule_kernel(
     for start in range(0, num_seqs + 1, CHUNK):
         seqs = start + lanes
         _, q_len = query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens)
-        blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.group, C.block_m), 0)
+        blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.group, C.tiles.block_m), 0)
         tl.store(seqs_ptr + seqs, num_blocks + tl.cumsum(blocks) - blocks, seqs <= num_seqs)
         num_blocks += tl.sum(blocks)
     num_blocks = tl.minimum(num_blocks, max_blocks)
@@ -148,13 +146,13 @@ def schedule_kernel(
         q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens)
         origin, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
         num_rows = q_len * C.group
-        first_row = (blocks - tl.load(seqs_ptr + seqs)) * C.block_m
-        last_row = tl.minimum(first_row + C.block_m, num_rows) - 1
+        first_row = (blocks - tl.load(seqs_ptr + seqs)) * C.tiles.block_m
+        last_row = tl.minimum(first_row + C.tiles.block_m, num_rows) - 1
         key_start, key_stop = seen_by_any(
             first_row // C.group, last_row // C.group, q_len, seq_len, window, C.causal
         )
-        first_tile = key_start // C.block_n
-        num_tiles = tl.cdiv(key_stop, C.block_n) - first_tile
+        first_tile = key_start // C.tiles.block_n
+        num_tiles = tl.cdiv(key_stop, C.tiles.block_n) - first_tile
         num_tiles = tl.where(key_stop > key_start, num_tiles, 0)
         units = units_of(num_tiles, num_rows, C)
         units = tl.where(inside, units, 0)
@@ -174,10 +172,10 @@ def schedule_kernel(
     tl.debug_barrier()
 
     # Whole blocks for each worker, if they are of one size and that costs less than merging.
-    share = tl.maximum(tl.cdiv(num_units, C.num_workers), 1)
+    share = tl.maximum(tl.cdiv(num_units, C.division.num_workers), 1)
     if most == least:
-        whole = tl.cdiv(num_blocks - num_empty, C.num_workers) * most
-        share = tl.where(whole <= share + C.merge_price, whole, share)
+        whole = tl.cdiv(num_blocks - num_empty, C.division.num_workers) * most
+        share = tl.where(whole <= share + C.division.merge_price, whole, share)
     share = tl.maximum(share, 1)
     # Many blocks of many rows are dealt out whole, in rounds, over all programs.
     num_rounds = 0
@@ -185,11 +183,11 @@ def schedule_kernel(
         dealt_ptr = blocks_ptr + num_blocks * RECORD
         counts_ptr = seqs_ptr + num_seqs + 1
         sort_blocks(blocks_ptr, dealt_ptr, counts_ptr, num_blocks, most, CHUNK)
-        num_rounds = tl.cdiv(num_blocks * C.num_kv_heads, C.num_programs)
+        num_rounds = tl.cdiv(num_blocks * C.num_kv_heads, C.division.num_programs)
         is_even = most * 8 <= share
         if num_rounds < MANY_ROUNDS:
             longest = longest_turns(dealt_ptr, num_blocks, num_rounds, most, C, CHUNK)
-            is_even = longest <= share + C.merge_price
+            is_even = longest <= share + C.division.merge_price
         num_rounds = tl.where(is_even, num_rounds, 0)
     tl.store(schedule_ptr + 5, num_rounds)
     tl.store(schedule_ptr, share)
@@ -197,47 +195,11 @@ def schedule_kernel(
     tl.store(schedule_ptr + 2, num_blocks)
     tl.store(schedule_ptr + 3, num_empty)
     tl.store(schedule_ptr + 4, tl.load(cu_seqlens_q_ptr + num_seqs))
-    for start in range(0, C.num_workers, CHUNK):
+    for start in range(0, C.division.num_workers, CHUNK):
         workers = start + lanes
         block = last_not_above(blocks_ptr + 7, RECORD, num_blocks, workers * share)
-        inside = workers < C.num_workers
+        inside = workers < C.division.num_workers
         tl.store(workers_ptr + workers * WORKER, block, inside)
         fields = tl.arange(0, RECORD)[None, :]
         record = tl.load(blocks_ptr + block[:, None] * RECORD + fields)
         tl.store(workers_ptr + (workers * WORKER + 8)[:, None] + fields, record, inside[:, None])
-
-
-def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors: each kind of lengths, with fixed parts, and dealt out whole."""
-
-    def launch(
-        seq_lens: bool, cu_seqlens: bool, window: int | None, fixed_parts: bool, rows: int = 16
-    ) -> None:
-        lengths = torch.empty(9, dtype=torch.int32, device="meta")
-        constants = attend_constants(
-            AttendConfig(rows, 64, num_warps=4, num_stages=3, workers_per_sm=2),
-            causal=True,
-            group=4,
-            num_kv_heads=8,
-            page_size=16,
-            head_dim_k=128,
-            head_dim_v=128,
-            num_programs=264,
-            fixed_parts=fixed_parts,
-        )
-        schedule(
-            torch.empty(schedule_size(8, 8, constants), dtype=torch.int32, device="meta"),
-            lengths,
-            lengths[1:] if seq_lens else None,
-            lengths if cu_seqlens else None,
-            4096,
-            8,
-            window,
-            constants,
-        )
-
-    yield "lengths", partial(launch, True, False, None, False)
-    yield "lengths, window, fixed parts", partial(launch, True, False, 100, True)
-    yield "packed", partial(launch, False, True, None, False)
-    yield "packed, dealt out whole", partial(launch, False, True, None, False, rows=64)
-    yield "whole storage", partial(launch, False, False, None, False)

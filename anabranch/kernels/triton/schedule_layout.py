@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from anabranch.kernels.config import AttendConstants
+from anabranch.kernels.triton.constants import AttendConstants
 
 HEADER: tl.constexpr = tl.constexpr(8)  # as `read_header` returns it
 RECORD: tl.constexpr = tl.constexpr(8)  # of a block, as `read_record` returns it
@@ -19,7 +19,7 @@ WORKER: tl.constexpr = tl.constexpr(16)  # its first block, and a copy of that b
 
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
     """Blocks there can be: every sequence, and the tokens of nobody, may end in a short one."""
-    return triton.cdiv(num_tokens * constants.group, constants.block_m) + num_seqs + 1
+    return triton.cdiv(num_tokens * constants.group, constants.tiles.block_m) + num_seqs + 1
 
 
 def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
@@ -28,7 +28,7 @@ def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) ->
     Where blocks may be dealt out whole, there is a sorted copy of them and room to sort in.
     """
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
-    workers = constants.num_workers * WORKER.value
+    workers = constants.division.num_workers * WORKER.value
     size = HEADER.value + workers + blocks * RECORD.value + num_seqs + 1
     return size + (blocks * RECORD.value + LEVELS.value if is_dealt(constants) else 0)
 
@@ -36,7 +36,7 @@ def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) ->
 @constexpr_function
 def is_dealt(constants: AttendConstants) -> bool:
     """Whether blocks may be dealt out whole: those of many rows are enough to fill the GPU."""
-    return constants.block_m >= 64 and not constants.fixed_parts
+    return constants.tiles.block_m >= 64 and not constants.division.fixed_parts
 
 
 @triton.jit
@@ -70,7 +70,7 @@ def read_record(record):
 @triton.jit
 def read_block(schedule_ptr, block, C: tl.constexpr):
     """The record of a block."""
-    return read_record(schedule_ptr + HEADER + C.num_workers * WORKER + block * RECORD)
+    return read_record(schedule_ptr + HEADER + C.division.num_workers * WORKER + block * RECORD)
 
 
 @triton.jit
@@ -93,29 +93,31 @@ def units_of(num_tiles, num_rows, C: tl.constexpr):
     A tile is a unit, and beginning a block costs as much as block_price tiles. With fixed parts a
     part is a unit; sequences of whole_rows query rows or more fill the GPU without cutting them.
     """
-    if C.fixed_parts:
+    if C.division.fixed_parts:
         units = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
     else:
-        units = tl.where(num_tiles > 0, num_tiles + C.block_price, 0)
+        units = tl.where(num_tiles > 0, num_tiles + C.division.block_price, 0)
     return units
 
 
 @triton.jit
 def part_tiles_of(num_tiles, num_rows, C: tl.constexpr):
     """How many tiles a fixed part of a block has."""
-    return tl.where(num_rows >= C.whole_rows, tl.maximum(num_tiles, 1), C.part_tiles)
+    return tl.where(
+        num_rows >= C.division.whole_rows, tl.maximum(num_tiles, 1), C.division.part_tiles
+    )
 
 
 @triton.jit
 def parts_of(share, block, C: tl.constexpr):
     """How many parts a block is cut into, and what tells the merge where they wait."""
     num_rows, _, num_tiles, first_unit = block
-    if C.fixed_parts:
+    if C.division.fixed_parts:
         num_parts = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
         first_slot = first_unit
     else:
-        first_slot = (first_unit + C.block_price) // share
-        last_slot = (first_unit + C.block_price + num_tiles - 1) // share
+        first_slot = (first_unit + C.division.block_price) // share
+        last_slot = (first_unit + C.division.block_price + num_tiles - 1) // share
         num_parts = last_slot - first_slot + 1
     return num_parts, first_slot
 
@@ -128,12 +130,15 @@ def part_of(begin, end, worker, share, block, C: tl.constexpr):
     """
     num_rows, first_tile, num_tiles, _ = block
     num_parts, first_slot = parts_of(share, block, C)
-    if C.fixed_parts:
+    if C.division.fixed_parts:
         size = part_tiles_of(num_tiles, num_rows, C)
         tile, stop = begin * size, tl.minimum(end * size, num_tiles)
         part = begin
     else:
-        tile, stop = tl.maximum(begin - C.block_price, 0), tl.maximum(end - C.block_price, 0)
+        tile, stop = (
+            tl.maximum(begin - C.division.block_price, 0),
+            tl.maximum(end - C.division.block_price, 0),
+        )
         part = worker - first_slot
     return first_tile + tile, first_tile + stop, part, num_parts, first_slot
 
@@ -145,6 +150,6 @@ def pair_of(turn, programs, C: tl.constexpr):
     Turns go through the pairs to and fro: who has the longest of one round has the shortest of the
     next.
     """
-    place = tl.where(turn % 2 == 0, programs, C.num_programs - 1 - programs)
-    index = turn * C.num_programs + place
+    place = tl.where(turn % 2 == 0, programs, C.division.num_programs - 1 - programs)
+    index = turn * C.division.num_programs + place
     return index // C.num_kv_heads, index % C.num_kv_heads

@@ -3,7 +3,13 @@
 import triton
 import triton.language as tl
 
-from anabranch.kernels.triton.addressing import dim_ptrs, key_offsets, load_pages, load_rows
+from anabranch.kernels.triton.addressing import (
+    dim_ptrs,
+    key_offsets,
+    load_pages,
+    load_rows,
+    load_tile,
+)
 from anabranch.kernels.triton.masks import seen_by_all, visible
 from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, sink_state, update_state
 
@@ -27,7 +33,7 @@ def score(q, k, scores, KEYS_FIRST: tl.constexpr):
 def masked(scores, keys, tokens, tree_rows, q_len, seq_len, window, tree_width, C: tl.constexpr):
     """Scores, -inf where a token does not see a key."""
     tree_side = tree_rows
-    if C.keys_first:
+    if C.tiles.keys_first:
         key_side, token_side = keys[:, None], tokens[None, :]
         if tree_rows is not None:
             tree_side = tree_rows[None, :]
@@ -50,14 +56,8 @@ def attend_tiles(
     full_start,
     full_stop,
     pair,  # origin, q_len, seq_len, kv_head
-    k,
-    v,
-    k_box,
-    k_rest_box,
-    v_box,
-    table_ptr,
-    table_stride,
-    rules,
+    source,  # ViewArguments, Boxes or None for each, the stride of the table
+    rules,  # Rules
     tree_width,
     C: tl.constexpr,
     BOXED: tl.constexpr,
@@ -67,71 +67,85 @@ def attend_tiles(
     BOXED tiles lie wholly inside the sequence, and the tensor memory accelerator copies them.
     """
     origin, q_len, seq_len, kv_head = pair
+    view, boxes, table_stride = source
+    k, v, table = view.k, view.v, view.table
+    K_FORMAT: tl.constexpr = C.source.k_format
+    V_FORMAT: tl.constexpr = C.source.v_format
     k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
-    k_ptrs = dim_ptrs(k_ptr, k.dim, 0, C.dk_main)
+    k_ptrs = dim_ptrs(k_ptr, k.dim, 0, C.tiles.dk_main)
     rest_ptrs = k_ptrs  # unused without a rest
-    if C.dk_rest > 0:
-        rest_ptrs = dim_ptrs(k_ptr, k.dim, C.dk_main, C.dk_rest)
-    v_ptrs = dim_ptrs(v.ptr + kv_head.to(tl.int64) * v.head, v.dim, 0, C.block_dv)
-    if C.page_strides is not None:
-        k_page, k_key = C.page_strides[0], C.page_strides[1]
-        v_page, v_key = C.page_strides[2], C.page_strides[3]
+    if C.tiles.dk_rest > 0:
+        rest_ptrs = dim_ptrs(k_ptr, k.dim, C.tiles.dk_main, C.tiles.dk_rest)
+    v_ptrs = dim_ptrs(v.ptr + kv_head.to(tl.int64) * v.head, v.dim, 0, C.tiles.block_dv)
+    if C.source.page_strides is not None:
+        k_page, k_key = C.source.page_strides[0], C.source.page_strides[1]
+        v_page, v_key = C.source.page_strides[2], C.source.page_strides[3]
     else:
         k_page, k_key, v_page, v_key = k.page, k.key, v.page, v.key
-    box_row = origin
     if BOXED:
         box_row = origin * (k.page // k.key)
-    # Keys behind the last one read it again, masked: a clamp costs less than a masked copy.
-    keys = tile * C.block_n + tl.arange(0, C.block_n)
-    pages = load_pages(tl.minimum(keys, seq_len - 1), origin, table_ptr, table_stride, C.page_size)
+    # Keys after the last one read it again, masked: a clamp costs less than a masked copy.
+    keys = tile * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
+    pages = load_pages(
+        tl.minimum(keys, seq_len - 1), origin, table, table_stride, C.source.page_size
+    )
     for index in tl.range(tile, stop):
-        keys = index * C.block_n + tl.arange(0, C.block_n)
-        # With values first, what the compiler puts between the copies of two tiles to keep warps
-        # in step stands between iterations, and not between scores and softmax.
+        keys = index * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
+        # Loading V before K moves the barrier that the compiler puts between the copies of two
+        # tiles: it stands between iterations, and not between scores and softmax.
         if BOXED:
-            row = box_row + index * C.block_n
-            if C.values_first:
-                tile_v = v_box.load([row, kv_head * v.head])
-            tile_k = k_box.load([row, kv_head * k.head])
-            rest_k = tile_k  # unused without a rest
-            if C.dk_rest > 0:
-                rest_k = k_rest_box.load([row, kv_head * k.head + C.dk_main])
+            place = box_row + index * C.tiles.block_n
         else:
             safe_keys = tl.minimum(keys, seq_len - 1)
-            if C.values_first:
-                offsets = key_offsets(safe_keys, pages, v_page, v_key, table_ptr, C)
-                tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
-            offsets = key_offsets(safe_keys, pages, k_page, k_key, table_ptr, C)
-            tile_k = load_rows(k_ptrs, offsets, 0, C.dk_main, C.head_dim_k)
-            rest_k = tile_k
-            if C.dk_rest > 0:
-                rest_k = load_rows(rest_ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
+        if C.tiles.values_first and not C.source.values_in_keys:
+            if not BOXED:
+                place = key_offsets(safe_keys, pages, v_page, v_key, table, C)
+            tile_v = load_tile(
+                v, boxes[2], v_ptrs, place, kv_head, 0, C.tiles.block_dv, C.head_dim_v, V_FORMAT,
+                BOXED,
+            )  # fmt: skip
+        if not BOXED:
+            place = key_offsets(safe_keys, pages, k_page, k_key, table, C)
+        tile_k = load_tile(
+            k, boxes[0], k_ptrs, place, kv_head, 0, C.tiles.dk_main, C.head_dim_k, K_FORMAT, BOXED
+        )  # fmt: skip
+        rest_k = tile_k  # unused without a rest
+        if C.tiles.dk_rest > 0:
+            rest_k = load_tile(
+                k, boxes[1], rest_ptrs, place, kv_head, C.tiles.dk_main, C.tiles.dk_rest,
+                C.head_dim_k, K_FORMAT, BOXED,
+            )  # fmt: skip
+        if not BOXED:
             # The next tile's pages are on their way while this tile is attended to.
-            next_keys = tl.minimum(keys + C.block_n, seq_len - 1)
-            if C.values_first:
-                pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
-        scores = score(q[0], tile_k, None, C.keys_first)
-        if C.dk_rest > 0:
-            scores = score(q[1], rest_k, scores, C.keys_first)
+            next_keys = tl.minimum(keys + C.tiles.block_n, seq_len - 1)
+            if C.tiles.values_first or C.source.values_in_keys:
+                pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
+        scores = score(q[0], tile_k, None, C.tiles.keys_first)
+        if C.tiles.dk_rest > 0:
+            scores = score(q[1], rest_k, scores, C.tiles.keys_first)
         scale = rules.scale
         if rules.softcap is not None:
             scores = capped(scores, rules.scale, rules.softcap)
             scale = LOG2_E
         is_edge = True  # a short block waits for memory and has time to mask every tile
-        if C.block_m >= 64:
+        if C.tiles.block_m >= 64:
             is_edge = (index < full_start) | (index >= full_stop)
         if is_edge:
             scores = masked(
                 scores, keys, tokens, tree_rows, q_len, seq_len, rules.window, tree_width, C
             )
-        if not C.values_first:
-            if BOXED:
-                tile_v = v_box.load([row, kv_head * v.head])
-            else:
-                offsets = key_offsets(safe_keys, pages, v_page, v_key, table_ptr, C)
-                tile_v = load_rows(v_ptrs, offsets, 0, C.block_dv, C.head_dim_v)
-                pages = load_pages(next_keys, origin, table_ptr, table_stride, C.page_size)
-        state = update_state(state, scores, scale, tile_v, C.keys_first)
+        if C.source.values_in_keys:
+            tile_v = tile_k
+        elif not C.tiles.values_first:
+            if not BOXED:
+                place = key_offsets(safe_keys, pages, v_page, v_key, table, C)
+            tile_v = load_tile(
+                v, boxes[2], v_ptrs, place, kv_head, 0, C.tiles.block_dv, C.head_dim_v, V_FORMAT,
+                BOXED,
+            )  # fmt: skip
+            if not BOXED:
+                pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
+        state = update_state(state, scores, scale, tile_v, C.tiles.keys_first)
     return state
 
 
@@ -143,70 +157,64 @@ def attend_pair(
     tile,
     stop,
     is_first,  # whether this is the first part of the pair, which also holds the sink
-    k,
-    v,
-    k_box,
-    k_rest_box,
-    v_box,
-    table_ptr,
-    table_stride,
-    rules,
+    source,  # ViewArguments, Boxes or None for each, the stride of the table
+    rules,  # Rules
     tree_width,
-    sinks_ptr,
     C: tl.constexpr,
 ):
     """The state of one block of rows over the tiles [tile, stop) of one kv head."""
     first_row, q_start = block
     _, q_len, seq_len, kv_head = pair
-    rows = first_row + tl.arange(0, C.block_m)
+    rows = first_row + tl.arange(0, C.tiles.block_m)
     row_mask = rows < q_len * C.group
     tokens = rows // C.group
     heads = kv_head * C.group + rows % C.group
     offsets = (q_start + tokens).to(tl.int64) * q.token + heads.to(tl.int64) * q.head
-    offsets = tl.where(row_mask, offsets, 0)  # rows of nobody read a row and are never written
-    q_main = load_rows(dim_ptrs(q.ptr, q.dim, 0, C.dk_main), offsets, 0, C.dk_main, C.head_dim_k)
+    offsets = tl.where(row_mask, offsets, 0)  # rows that are never written read some row
+    ptrs = dim_ptrs(q.ptr, q.dim, 0, C.tiles.dk_main)
+    q_main = load_rows(ptrs, offsets, 0, C.tiles.dk_main, C.head_dim_k)
     q_rest = q_main  # unused without a rest
-    if C.dk_rest > 0:
-        ptrs = dim_ptrs(q.ptr, q.dim, C.dk_main, C.dk_rest)
-        q_rest = load_rows(ptrs, offsets, C.dk_main, C.dk_rest, C.head_dim_k)
+    if C.tiles.dk_rest > 0:
+        ptrs = dim_ptrs(q.ptr, q.dim, C.tiles.dk_main, C.tiles.dk_rest)
+        q_rest = load_rows(ptrs, offsets, C.tiles.dk_main, C.tiles.dk_rest, C.head_dim_k)
     tree_rows = None
-    if rules.tree is not None:  # rows that are never written read their sequence's first
-        tree_rows = rules.tree + (q_start + tl.where(row_mask, tokens, 0)).to(tl.int64) * tree_width
-    peak, total, acc = empty_state(C.block_m, C.block_dv)
-    if sinks_ptr is not None:
-        logits = tl.load(sinks_ptr + heads, row_mask & is_first, other=float("-inf"))
+    if rules.tree_mask is not None:  # rows that are never written read their sequence's first
+        own_tokens = tl.where(row_mask, tokens, 0)
+        tree_rows = rules.tree_mask + (q_start + own_tokens).to(tl.int64) * tree_width
+    peak, total, acc = empty_state(C.tiles.block_m, C.tiles.block_dv)
+    if rules.sinks is not None:
+        logits = tl.load(rules.sinks + heads, row_mask & is_first, other=float("-inf"))
         peak, total = sink_state(logits.to(tl.float32))
-    if C.keys_first:
-        first_key = tl.arange(0, C.block_n)[:, None] == 0
+    if C.tiles.keys_first:
+        first_key = tl.arange(0, C.tiles.block_n)[:, None] == 0
         total = tl.where(first_key, total[None, :], 0.0)
         acc = tl.trans(acc)
     state = (peak, total, acc)
 
     full_start = tile
     full_stop = tile
-    if C.block_m >= 64:
-        last_token = (tl.minimum(first_row + C.block_m, q_len * C.group) - 1) // C.group
+    if C.tiles.block_m >= 64:
+        last_token = (tl.minimum(first_row + C.tiles.block_m, q_len * C.group) - 1) // C.group
         start, end = seen_by_all(
-            first_row // C.group, last_token, q_len, seq_len, rules.window, rules.tree, C.causal
-        )
-        full_start = tl.cdiv(start, C.block_n)
-        full_stop = end // C.block_n
-    if k_box is not None:
-        boxed_stop = tl.minimum(seq_len // C.block_n, stop)
+            first_row // C.group, last_token, q_len, seq_len,
+            rules.window, rules.tree_mask, C.causal,
+        )  # fmt: skip
+        full_start = tl.cdiv(start, C.tiles.block_n)
+        full_stop = end // C.tiles.block_n
+    if source[1][0] is not None:
+        boxed_stop = tl.minimum(seq_len // C.tiles.block_n, stop)
         state = attend_tiles(
             state, (q_main, q_rest), tokens, tree_rows, tile, boxed_stop, full_start, full_stop,
-            pair, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C,
-            True,
+            pair, source, rules, tree_width, C, True,
         )  # fmt: skip
         tile = tl.maximum(tile, boxed_stop)
     if tile < stop:
         state = attend_tiles(
             state, (q_main, q_rest), tokens, tree_rows, tile, stop, full_start, full_stop,
-            pair, k, v, k_box, k_rest_box, v_box, table_ptr, table_stride, rules, tree_width, C,
-            False,
+            pair, source, rules, tree_width, C, False,
         )  # fmt: skip
     peak, total, acc = state
-    if C.keys_first:
+    if C.tiles.keys_first:
         total = tl.sum(total, 0)
         acc = tl.trans(acc)
     return peak, total, acc

@@ -1,0 +1,74 @@
+"""One call of attend(), as producers of states see it, and what a plan must know of it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from anabranch.keys import KeySource, KeyView
+from anabranch.queries import Queries
+from anabranch.rules import Rules
+from anabranch.state import AttentionState
+
+
+class AttendCall(NamedTuple):
+    """Attend from these queries to these keys by these rules."""
+
+    queries: Queries
+    keys: KeySource
+    rules: Rules
+    view: KeyView  # of the keys
+
+
+def new_state(call: AttendCall) -> AttentionState:
+    """Memory for the state of a call; nothing is written there yet."""
+    q = call.queries.packed
+    shape = (q.shape[0], q.shape[1], call.keys.head_dim_v)
+    lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
+    return AttentionState(torch.empty(shape, dtype=q.dtype, device=q.device), lse)
+
+
+class PlanOptions(NamedTuple):
+    """How work may be divided."""
+
+    batch_invariant: bool = False  # the bits of a sequence do not depend on the batch
+    fused_merge: bool = True  # parts are merged without a second launch
+    config: object | None = None  # the producer's own tiles, in place of those it would select
+
+
+class CallShape(NamedTuple):
+    """What a plan is made for, beside lengths: it serves the calls of an equal shape."""
+
+    num_tokens: int
+    num_seqs: int
+    source: str  # the kind of the keys
+    itemsize: int  # bytes of an element of q
+    window: int | None
+    causal: bool
+    num_heads: int
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    page_size: int
+    device: torch.device
+
+
+def shape_of(call: AttendCall) -> CallShape:
+    """The shape of a call; nothing is read from the device."""
+    q, keys, rules = call.queries.packed, call.keys, call.rules
+    num_tokens, num_heads, head_dim_k = q.shape
+    return CallShape(
+        num_tokens,
+        keys.num_seqs,
+        keys.kind,
+        q.element_size(),
+        rules.window,
+        rules.in_order,
+        num_heads,
+        keys.num_kv_heads,
+        head_dim_k,
+        keys.head_dim_v,
+        keys.page_size,
+        q.device,
+    )

@@ -1,0 +1,60 @@
+"""States that a caller gives to be written into."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from anabranch.shapes import check_device, check_dtype
+from anabranch.state import AttentionState
+
+
+def check_destination(
+    out: AttentionState,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuse a state that cannot hold an output of this shape."""
+    shape = tuple(shape)
+    if tuple(out.out.shape) != shape or tuple(out.lse.shape) != shape[:-1]:
+        raise ValueError(
+            f"out has shapes {tuple(out.out.shape)} and {tuple(out.lse.shape)}, "
+            f"expected {shape} and {shape[:-1]}"
+        )
+    check_dtype("out.out", out.out, dtypes)
+    check_dtype("out.lse", out.lse, (torch.float32,))
+    for name, tensor in (("out.out", out.out), ("out.lse", out.lse)):
+        check_device(name, tensor, device)
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            if stride == 0 and size > 1:
+                raise ValueError(
+                    f"{name} overlaps itself: shape {shape[: tensor.dim()]}, "
+                    f"strides {tensor.stride()}"
+                )
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad; detach it to write into it")
+
+
+def check_unshared(out: AttentionState, read: Mapping[str, torch.Tensor]) -> None:
+    """Refuse to write memory that is still to be read."""
+    for name, mine in (("out.out", out.out), ("out.lse", out.lse)):
+        for other, theirs in read.items():
+            if overlap(mine, theirs):
+                raise ValueError(f"{name} overlaps {other}, which is still to be read")
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors may share memory; memory that merely interleaves counts as shared."""
+    (a_start, a_stop), (b_start, b_stop) = _span(a), _span(b)
+    return a_start < b_stop and b_start < a_stop
+
+
+def _span(x: torch.Tensor) -> tuple[int, int]:
+    """The first byte and the one after the last; nothing overlaps the span of no elements."""
+    if not x.numel():
+        return 0, 0
+    steps = zip(x.shape, x.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    return x.data_ptr(), x.data_ptr() + x.itemsize * (1 + last)

@@ -1,0 +1,189 @@
+"""What a compiled attention kernel is specialised for; never a length or a batch size.
+
+Constants and programs are made by cached functions: equal ones are the same object, and a launch
+hashes a pointer.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+from anabranch.kernels.config import AttendConfig, power_of_two, split_head_dim
+from anabranch.keys import StoreFormat
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sides of tiles, and which of them come first."""
+
+    block_m: int  # query rows
+    block_n: int  # keys
+    dk_main: int  # head_dim_k <= dk_main + dk_rest, powers of two
+    dk_rest: int
+    block_dv: int  # the power of two that holds head_dim_v
+    keys_first: bool
+    values_first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How work is divided among programs."""
+
+    num_programs: int
+    num_workers: int  # teams of one program for each kv head
+    block_price: int
+    merge_price: int
+    fixed_parts: bool
+    part_tiles: int
+    whole_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """How parts are merged."""
+
+    fused: bool  # by the worker that arrives last, not by a second launch
+    fan_in: int
+    rows: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where keys lie."""
+
+    page_size: int  # 1 for contiguous keys, which have no pages
+    k_format: StoreFormat
+    v_format: StoreFormat
+    values_in_keys: bool  # a tile of values is the main part of the tile of keys
+    # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
+    # save a fifth of the inner loop's instructions
+    page_strides: tuple[int, int, int, int] | None = None
+    wide_pages: bool = False  # a page spans 2^31 elements or more
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendConstants:
+    """All of it."""
+
+    causal: bool
+    group: int  # query heads for each kv head
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    overlap: bool  # launched while the kernel ahead is still ending
+    tiles: Tiles
+    division: Division
+    merging: Merging
+    source: Source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendProgram:
+    """Constants, what the compiler is told beside them, and both as text."""
+
+    constants: AttendConstants
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+    text: str = ""
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+
+
+@cache
+def attend_program(
+    config: AttendConfig,
+    *,
+    causal: bool,
+    group: int,
+    num_kv_heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    num_programs: int,
+    page_size: int,
+    k_format: StoreFormat,
+    v_format: StoreFormat,
+    values_in_keys: bool = False,
+    fixed_parts: bool = False,
+    fused: bool = True,
+    overlap: bool = False,
+    limit_registers: bool = True,
+) -> AttendProgram:
+    """Join a configuration with the shapes of a call."""
+    main, rest = split_head_dim(head_dim_k)
+    block_dv = max(16, power_of_two(head_dim_v))
+    constants = AttendConstants(
+        causal=causal,
+        group=group,
+        num_kv_heads=num_kv_heads,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        overlap=overlap,
+        tiles=Tiles(
+            block_m=config.block_m,
+            block_n=config.block_n,
+            dk_main=main,
+            dk_rest=rest,
+            block_dv=block_dv,
+            keys_first=config.keys_first,
+            values_first=config.values_first,
+        ),
+        division=Division(
+            num_programs=max(num_programs, num_kv_heads),
+            num_workers=max(num_programs // num_kv_heads, 1),
+            block_price=config.block_price,
+            merge_price=config.merge_price,
+            fixed_parts=fixed_parts,
+            part_tiles=config.part_tiles,
+            whole_rows=config.whole_rows,
+        ),
+        merging=Merging(
+            fused=fused,
+            fan_in=config.fan_in,
+            rows=min(config.merge_rows, config.block_m),
+            batch=config.merge_batch,
+        ),
+        source=Source(
+            page_size=page_size,
+            k_format=k_format,
+            v_format=v_format,
+            values_in_keys=values_in_keys and block_dv == main,
+        ),
+    )
+    registers = config.max_registers if limit_registers else None
+    program = AttendProgram(constants, config.num_warps, config.num_stages, registers)
+    return replace(program, text=json.dumps(asdict(program)))
+
+
+@cache
+def program_from(text: str) -> AttendProgram:
+    """The program that was written as this text."""
+    fields: dict[str, Any] = json.loads(text) | {"text": text}
+    constants = fields["constants"]
+    source = constants["source"]
+    formats = {name: StoreFormat(**source[name]) for name in ("k_format", "v_format")}
+    constants |= {
+        "tiles": Tiles(**constants["tiles"]),
+        "division": Division(**constants["division"]),
+        "merging": Merging(**constants["merging"]),
+        "source": Source(**(source | formats)),
+    }
+    return AttendProgram(**(fields | {"constants": AttendConstants(**constants)}))
+
+
+@cache
+def with_page_strides(
+    constants: AttendConstants, strides: tuple[int, int, int, int]
+) -> AttendConstants:
+    """The constants for a paged cache with these strides."""
+    wide = constants.source.page_size * max(strides[1], strides[3]) >= 1 << 31
+    source = replace(constants.source, page_strides=strides, wide_pages=wide)
+    return replace(constants, source=source)

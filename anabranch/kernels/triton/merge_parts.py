@@ -1,0 +1,56 @@
+"""Parts merged by a launch of their own, to be compared with the merge tree."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
+
+from anabranch.kernels.triton.addressing import Rows
+from anabranch.kernels.triton.constants import AttendConstants
+from anabranch.kernels.triton.merge_tree import Parts, merge_children
+from anabranch.kernels.triton.output import write_rows
+from anabranch.kernels.triton.schedule_layout import parts_of, read_block, read_header
+from anabranch.state import AttentionState
+
+
+def merge_parts(
+    state: AttentionState, schedule: torch.Tensor, parts: Parts, constants: AttendConstants
+) -> None:
+    """Write the merge of the parts that a launch of attention has left."""
+    merge_parts_kernel[constants.num_kv_heads, constants.division.num_workers](
+        Rows(state.out, *state.out.stride()),
+        Rows(state.lse, *state.lse.stride(), 0),
+        schedule,
+        parts,
+        constants,
+        num_warps=4,
+        **({"launch_pdl": True} if constants.overlap else {}),
+    )
+
+
+@triton.jit
+def merge_parts_kernel(out_rows, lse_rows, schedule_ptr, parts, C: tl.constexpr):
+    """Merge the parts of all blocks that have several: what a launch of its own would cost."""
+    if C.overlap:
+        gdc_wait()
+    kv_head = tl.program_id(0)
+    share, _, num_blocks, _, _, num_rounds = read_header(schedule_ptr)
+    for block in range(tl.program_id(1), num_blocks, C.division.num_workers):
+        _, first_row, q_start, q_len, _, first_tile, num_tiles, first_unit = read_block(
+            schedule_ptr, block, C
+        )
+        num_rows = q_len * C.group
+        if num_tiles > 0:
+            place = num_rows, first_tile, num_tiles, first_unit
+            num_parts, first_slot = parts_of(share, place, C)
+            if (num_parts > 1) & (num_rounds == 0):
+                left = tl.minimum(num_rows - first_row, C.tiles.block_m)
+                for row in range(0, left, C.merging.rows):
+                    rows = row + tl.arange(0, C.merging.rows)
+                    out, lse = merge_children(
+                        0, 1, num_parts, first_slot, kv_head, rows, left, parts, C
+                    )
+                    rows += first_row
+                    write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)

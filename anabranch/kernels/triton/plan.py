@@ -1,0 +1,111 @@
+"""The division of a call's work: tiles, the schedule, and the room in which parts wait."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from anabranch.call import AttendCall, PlanOptions
+from anabranch.device import has_overlap, num_sms, shared_memory
+from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
+from anabranch.kernels.triton.constants import AttendConstants, AttendProgram, attend_program
+from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.triton.schedule import schedule
+from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
+from anabranch.keys import KeySource
+
+INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
+
+
+@dataclass(frozen=True, slots=True)
+class TritonPlan:
+    """A schedule in device memory, room for parts, and the program that reads both."""
+
+    schedule: torch.Tensor  # int32
+    parts: Parts
+    program: AttendProgram
+
+
+def make_plan(call: AttendCall, options: PlanOptions) -> TritonPlan:
+    """Select tiles, allocate, and divide the work on the device."""
+    queries, keys, rules, _ = call
+    q, num_seqs = queries.packed, keys.num_seqs
+    program = _select_program(call, options)
+    constants = program.constants
+    blocks = num_blocks_bound(num_seqs, q.shape[0], constants)
+    num_slots = _num_slots(keys, blocks, constants)
+    shape = (num_slots, constants.tiles.block_m)
+    size = schedule_size(num_seqs, q.shape[0], constants)
+    plan = TritonPlan(
+        torch.empty(size, dtype=torch.int32, device=q.device),
+        Parts(
+            torch.empty((*shape, constants.tiles.block_dv), dtype=torch.float32, device=q.device),
+            torch.empty(shape, dtype=torch.float32, device=q.device),
+            torch.zeros(num_slots, dtype=torch.int32, device=q.device),
+        ),
+        program,
+    )
+    schedule(
+        plan.schedule,
+        queries.starts(),
+        *keys.lengths,
+        keys.capacity,
+        q.shape[0],
+        rules.window,
+        constants,
+    )
+    return plan
+
+
+def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
+    queries, keys, rules, view = call
+    q, num_kv_heads, head_dim_v = queries.packed, keys.num_kv_heads, keys.head_dim_v
+    num_tokens, num_heads, head_dim_k = q.shape
+    group = num_heads // num_kv_heads
+    config = options.config
+    if config is None:
+        config = select_attend(
+            rows_per_seq=num_tokens * group / max(keys.num_seqs, 1),
+            num_pairs=INVARIANT_PAIRS if options.batch_invariant else keys.num_seqs * num_kv_heads,
+            head_dim_k=head_dim_k,
+            head_dim_v=head_dim_v,
+            itemsize=q.element_size(),
+            window=rules.window,
+        )
+        per_program, per_sm = shared_memory(q.device)
+        shape = (head_dim_k, head_dim_v, q.element_size())
+        config = fit_shared_memory(config, *shape, per_program=per_program, per_sm=per_sm)
+    if not isinstance(config, AttendConfig):
+        raise ValueError(f"config must be an AttendConfig, got {type(config).__name__}")
+    return attend_program(
+        config,
+        causal=rules.in_order,
+        group=group,
+        num_kv_heads=num_kv_heads,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        num_programs=num_sms(q.device) * config.workers_per_sm,
+        page_size=keys.page_size,
+        k_format=view.k.format,
+        v_format=view.v.format,
+        values_in_keys=view.values_in_keys,
+        fixed_parts=options.batch_invariant,
+        fused=options.fused_merge,
+        overlap=has_overlap(q.device),
+        limit_registers=not torch.version.hip,  # AMD's compiler takes no limit
+    )
+
+
+def _num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
+    """Two for each worker; with fixed parts, one for each unit there can be."""
+    division = constants.division
+    if not division.fixed_parts:
+        return 2 * division.num_workers * constants.num_kv_heads
+    part = division.part_tiles * constants.tiles.block_n
+    per_seq = -(-division.whole_rows // constants.tiles.block_m)  # blocks of what is cut at all
+    units = min(
+        blocks * -(-keys.capacity // part),
+        blocks + per_seq * (keys.total_capacity // part + keys.num_seqs),
+    )
+    return max(units, blocks) * constants.num_kv_heads

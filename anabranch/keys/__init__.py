@@ -1,0 +1,26 @@
+"""Where keys and values live: the sources that `attend` reads, each of which describes itself."""
+
+from anabranch.keys.columns import KeyColumns
+from anabranch.keys.dense import DenseKV
+from anabranch.keys.kinds import KINDS, flatten_source, rebuild_source
+from anabranch.keys.paged import PagedKV
+from anabranch.keys.ragged import RaggedKV
+from anabranch.keys.source import KeyLengths, KeySource
+from anabranch.keys.view import PLAIN, KeyStore, KeyView, StoreFormat, store_of
+
+__all__ = [
+    "KINDS",
+    "PLAIN",
+    "DenseKV",
+    "KeyColumns",
+    "KeyLengths",
+    "KeySource",
+    "KeyStore",
+    "KeyView",
+    "PagedKV",
+    "RaggedKV",
+    "StoreFormat",
+    "flatten_source",
+    "rebuild_source",
+    "store_of",
+]

@@ -1,0 +1,73 @@
+"""The producers of states by name, and which of them runs a call."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from importlib import import_module
+from typing import Any, Protocol, cast
+
+import torch
+
+from anabranch.call import AttendCall, PlanOptions
+from anabranch.state import AttentionState
+
+# Asked in this order; without a name, the first that can run a call does.
+PRODUCERS = {
+    "torch": "anabranch.kernels.cpu.attend",
+    "triton": "anabranch.kernels.triton.attend",
+}
+ENVIRONMENT_VARIABLE = "ANABRANCH_ATTEND"
+
+
+class Producer(Protocol):
+    """A module that makes states. Its plans are its own; nobody else looks into one."""
+
+    def refusal(self, call: AttendCall, options: PlanOptions) -> str | None:
+        """Why a call cannot run here, naming the value that is in the way; None if it can."""
+        ...
+
+    def make_plan(self, call: AttendCall, options: PlanOptions) -> Any:
+        """Divide the work of a call."""
+        ...
+
+    def attend(self, call: AttendCall, plan: Any, out: AttentionState | None) -> AttentionState:
+        """The state of a call, written into `out` if that is given. Makes a plan for itself."""
+        ...
+
+    def flatten_plan(self, plan: Any) -> tuple[list[torch.Tensor], str]:
+        """A plan as tensors and text, for a torch operator."""
+        ...
+
+    def rebuild_plan(self, tensors: list[torch.Tensor], text: str) -> Any:
+        """The plan that was flattened."""
+        ...
+
+
+@cache
+def load_producer(name: str) -> Producer:
+    """The module of a producer."""
+    if name not in PRODUCERS:
+        raise ValueError(f"impl must be one of {', '.join(PRODUCERS)}, got {name!r}")
+    return cast("Producer", import_module(PRODUCERS[name]))
+
+
+def choose_producer(call: AttendCall, options: PlanOptions, impl: str | None) -> str:
+    """The name of the producer that runs a call: that of `impl`, or the first that can."""
+    impl = impl or _default_name()
+    if impl is not None:
+        if reason := load_producer(impl).refusal(call, options):
+            raise ValueError(f"impl={impl!r} cannot run this call: {reason}")
+        return impl
+    reasons: list[str] = []
+    for name in PRODUCERS:
+        reason = load_producer(name).refusal(call, options)
+        if reason is None:
+            return name
+        reasons.append(f"{name}: {reason}")
+    raise ValueError(f"nothing can run this call; {'; '.join(reasons)}")
+
+
+@cache
+def _default_name() -> str | None:
+    return os.environ.get(ENVIRONMENT_VARIABLE) or None

@@ -1,0 +1,199 @@
+"""Launches of every Triton kernel on meta tensors, compiled for GPUs that are not here.
+
+A case is a name and a call of a launcher, for a GPU with so much shared memory.
+
+    python tests/compile_cases.py anabranch.kernels.triton.merge sm_90 [prefix of a case]
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+
+import torch
+from configurations import every_attend_config
+
+from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
+from anabranch.kernels.config import AttendConfig, fit_shared_memory
+from anabranch.kernels.triton.append_kv import append_kv
+from anabranch.kernels.triton.attend_kernel import attend
+from anabranch.kernels.triton.constants import AttendProgram, attend_program
+from anabranch.kernels.triton.merge import merge
+from anabranch.kernels.triton.merge_parts import merge_parts
+from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.triton.schedule import schedule
+from anabranch.kernels.triton.schedule_layout import schedule_size
+from anabranch.keys import PLAIN, DenseKV, PagedKV
+from anabranch.rules import Rules
+from anabranch.state import AttentionState
+
+Case = tuple[str, Callable[[], object]]
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+meta = partial(torch.empty, device="meta")
+ints = partial(torch.empty, device="meta", dtype=torch.int32)
+SCRATCH = Parts(meta(1024), meta(1024), ints(1024))
+
+
+def program_of(config: AttendConfig, dims: tuple[int, int], **given: object) -> AttendProgram:
+    return attend_program(
+        config,
+        causal=True,
+        group=4,
+        num_kv_heads=8,
+        head_dim_k=dims[0],
+        head_dim_v=dims[1],
+        k_format=PLAIN,
+        v_format=PLAIN,
+        **given,
+    )
+
+
+def launch_attend(
+    config: AttendConfig,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    rules: Rules,
+    shared_memory: int,
+    fused: bool = True,
+) -> None:
+    """Short blocks over pages, long ones over contiguous keys."""
+    k, v = (meta(64, 16, 8, dim, dtype=dtype) for dim in dims)
+    paged = config.block_m <= 32
+    keys = PagedKV(k, v, ints(64, 16), ints(64)) if paged else DenseKV(k, v)
+    overlap = shared_memory >= 227 * 1024
+    program = program_of(
+        config, dims, page_size=keys.page_size, num_programs=132, fused=fused, overlap=overlap
+    )
+    state = AttentionState(meta(64, 32, dims[1], dtype=dtype), meta(64, 32))
+    q = meta(64, 32, dims[0], dtype=dtype)
+    attend(q, keys.view(), rules, state, ints(1024), SCRATCH, program)
+
+
+def attend_cases(shared_memory: int) -> Iterator[Case]:
+    """Every configuration, and one of each kind with options."""
+    plain = Rules(causal=True, scale=0.1)
+    every_rule = Rules(causal=True, window=100, softcap=30.0, scale=0.1, sinks=meta(32))
+    short = long = None
+    for config, (rows, pairs, dims, itemsize) in every_attend_config().items():
+        config = fit_shared_memory(  # noqa: PLW2901
+            config, *dims, itemsize, per_program=shared_memory, per_sm=shared_memory
+        )
+        dtype = BRAIN if itemsize == 2 else SINGLE
+        kind = "decode" if config.keys_first else "prefill"
+        name = f"{kind} {dims[0]}/{dims[1]} {str(dtype)[6:]}, {rows:g} rows, {pairs} pairs"
+        yield name, partial(launch_attend, config, dims, dtype, plain, shared_memory)
+        if dims == (128, 128) and config.keys_first:
+            short = config
+        elif dims == (128, 128) and dtype == BRAIN:
+            long = config
+    for kind, config in (("decode", short), ("prefill", long)):
+        given = (config, (128, 128), BRAIN)
+        call = partial(launch_attend, *given, every_rule, shared_memory)
+        yield f"{kind} with window, softcap and sinks", call
+        apart = partial(launch_attend, *given, plain, shared_memory, fused=False)
+        yield f"{kind} with a merge apart", apart
+
+
+def merge_parts_cases(shared_memory: int) -> Iterator[Case]:
+    """Parts of short blocks and of long ones."""
+
+    def launch(rows: int, merge_rows: int) -> None:
+        config = AttendConfig(rows, 64, 4, 3, 2, merge_rows=merge_rows)
+        given = {"page_size": 1, "num_programs": 132, "overlap": shared_memory >= 227 * 1024}
+        constants = program_of(config, (128, 128), **given, fused=False).constants
+        state = AttentionState(meta(64, 32, 128, dtype=BRAIN), meta(64, 32))
+        merge_parts(state, ints(1024), SCRATCH, constants)
+
+    yield "short", partial(launch, 16, 4)
+    yield "long", partial(launch, 64, 16)
+
+
+def schedule_cases(_: int) -> Iterator[Case]:
+    """Each kind of lengths, with fixed parts, and dealt out whole."""
+
+    def launch(
+        seq_lens: bool, cu_seqlens: bool, window: int | None, fixed_parts: bool, rows: int = 16
+    ) -> None:
+        lengths = ints(9)
+        config = AttendConfig(rows, 64, num_warps=4, num_stages=3, workers_per_sm=2)
+        given = {"page_size": 16, "num_programs": 264, "fixed_parts": fixed_parts}
+        constants = program_of(config, (128, 128), **given).constants
+        schedule(
+            ints(schedule_size(8, 8, constants)),
+            lengths,
+            lengths[1:] if seq_lens else None,
+            lengths if cu_seqlens else None,
+            4096,
+            8,
+            window,
+            constants,
+        )
+
+    yield "lengths", partial(launch, True, False, None, False)
+    yield "lengths, window, fixed parts", partial(launch, True, False, 100, True)
+    yield "packed", partial(launch, False, True, None, False)
+    yield "packed, dealt out whole", partial(launch, False, True, None, False, rows=64)
+    yield "whole storage", partial(launch, False, False, None, False)
+
+
+def append_kv_cases(_: int) -> Iterator[Case]:
+    """Widths, dtypes, cache layouts and kinds of slots."""
+    half, single = BRAIN, SINGLE
+
+    def launch(
+        dims: tuple[int, int], dtype: torch.dtype, slots: torch.dtype, by_heads: bool
+    ) -> object:
+        shape = (4, 8, 16) if by_heads else (4, 16, 8)
+        caches = (torch.empty(*shape, dim, dtype=dtype, device="meta") for dim in dims)
+        views = (cache.transpose(1, 2) if by_heads else cache for cache in caches)
+        new = (torch.empty(64, 8, dim, dtype=dtype, device="meta") for dim in dims)
+        return append_kv(*views, *new, torch.empty(64, dtype=slots, device="meta"))
+
+    for dims in ((64, 64), (72, 72), (128, 128), (192, 128), (256, 256)):
+        yield f"bfloat16, {dims[0]}/{dims[1]}", partial(launch, dims, half, torch.int32, False)
+    yield "bfloat16, by heads", partial(launch, (128, 128), half, torch.int64, True)
+    yield "float32", partial(launch, (128, 128), single, torch.int64, False)
+
+
+def merge_cases(_: int) -> Iterator[Case]:
+    """Configurations, sources and dtypes."""
+    half, single = HALF, SINGLE
+
+    def launch(lead: tuple[int, ...], sources: int, head_dim: int, *dtypes: torch.dtype) -> object:
+        shape = (*lead, 64, 8, head_dim)
+        part = AttentionState.empty(shape, dtype=dtypes[0], device="meta")
+        merged = AttentionState.empty(shape[-3:], dtype=dtypes[1], device="meta")
+        return merge((part,) * sources, bool(lead), *merged)
+
+    for head_dim in (1, 64, 72, 128, 192, 512):
+        yield f"two float16, head dim {head_dim}", partial(launch, (), 2, head_dim, half, half)
+    yield "two float32", partial(launch, (), 2, 128, single, single)
+    yield "eight float16", partial(launch, (), 8, 128, half, half)
+    yield "stacked float32 into float16", partial(launch, (17,), 1, 128, single, half)
+
+
+TRITON = "anabranch.kernels.triton"
+CASES: dict[str, Callable[[int], Iterator[Case]]] = {
+    f"{TRITON}.append_kv": append_kv_cases,
+    f"{TRITON}.attend_kernel": attend_cases,
+    f"{TRITON}.merge": merge_cases,
+    f"{TRITON}.merge_parts": merge_parts_cases,
+    f"{TRITON}.schedule": schedule_cases,
+}
+
+
+def cases_of(module: str) -> Callable[[int], Iterator[Case]]:
+    """The cases of a kernel module, which may also list them itself."""
+    return CASES.get(module) or import_module(module).compile_cases
+
+
+if __name__ == "__main__":
+    target, prefix = TARGETS[sys.argv[2]], "".join(sys.argv[3:])
+    for case, call in cases_of(sys.argv[1])(target.shared_bytes):
+        for launch in record(call) if case.startswith(prefix) else ():
+            needs = resources(compile_launch(launch, target))
+            print(json.dumps({"case": case, **asdict(needs)}))
