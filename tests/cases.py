@@ -12,8 +12,11 @@ import torch
 from tolerance import assert_state_close
 
 from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, reference
+from anabranch.call import AttendCall
 from anabranch.kernels.cpu.append_kv import append_kv
 from anabranch.keys import KeySource
+from anabranch.queries import Queries
+from anabranch.rules import Rules
 
 DIMS = [(40, 40), (64, 64), (192, 128), (128, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -116,6 +119,13 @@ def make_inputs(case: Case, seed: int) -> tuple[torch.Tensor, KeySource, dict[st
         "sinks": torch.randn(num_heads).to(case.device) if case.sinks else None,
         "tree_mask": tree,
     }  # fmt: skip
+
+
+def make_call(q: torch.Tensor, keys: KeySource, options: dict[str, Any]) -> AttendCall:
+    """The call as producers see it, also by rules that attend() refuses."""
+    rules = {name: value for name, value in options.items() if name != "cu_seqlens_q"}
+    queries = Queries(q, options["cu_seqlens_q"], 0, keys.num_seqs)
+    return AttendCall(queries, keys, Rules(**rules), keys.view())
 
 
 def torch_attention(

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SOURCES, Case, assert_right, integers, make_inputs, poisoned
+from cases import SOURCES, Case, assert_right, integers, make_call, make_inputs, poisoned
 from configurations import every_attend_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import AttentionState, DenseKV, PagedKV, Plan, RaggedKV, attend, make_plan, merge
+from anabranch.call import PlanOptions
 from anabranch.kernels.config import AttendConfig
+from anabranch.kernels.triton import attend as triton_producer
 from anabranch.keys import KeySource, flatten_source
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -224,16 +226,76 @@ def one_sequence(keys: KeySource, seq: int) -> KeySource:
     return PagedKV(keys.k, keys.v, keys.page_table[seq : seq + 1], own)
 
 
+def leaves_parts(plan: Plan) -> bool:
+    """Whether a call has left parts to merge; fresh memory is NaN."""
+    return not plan.work.parts.lses.isnan().all()
+
+
 @every_device
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_layers_share_a_plan(batch_invariant: bool, device: str) -> None:
+    """Whoever merges the parts of a layer leaves the counters as the next layer needs them."""
     case = Case(q_lens=(1, 3), k_lens=(90, 40), dims=(16, 16), device=device)
     q, keys, options = make_inputs(case, 0)
-    plan = plan_for(q, keys, options, batch_invariant=batch_invariant)
+    config = replace(DEEP, part_tiles=1)
+    plan = plan_for(q, keys, options, batch_invariant=batch_invariant, config=config)
+    assert not leaves_parts(plan)
     for layer in range(3):
         q, keys, options = make_inputs(case, layer)
         assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
+        assert leaves_parts(plan)
         assert not plan.work.parts.counters.any()
+
+
+@every_device
+@pytest.mark.parametrize("batch_invariant", [False, True])
+@pytest.mark.parametrize("config", [DEEP, NARROW], ids=tiles)
+def test_a_sink_counts_once(config: AttendConfig, batch_invariant: bool, device: str) -> None:
+    """However many parts a pair has."""
+    case = Case(q_lens=(1, 2), k_lens=(90, 70), dims=(16, 16), sinks=True, device=device)
+    q, keys, options = make_inputs(case, 0)
+    options["sinks"] += 3
+    config = replace(config, part_tiles=1)
+    plan = plan_for(q, keys, options, batch_invariant=batch_invariant, config=config)
+    assert_right(attend(q, keys, plan=plan, impl="triton", **options), q, keys, options)
+    assert leaves_parts(plan)
+
+
+@every_device
+@pytest.mark.parametrize(
+    ("source", "dims", "once"),
+    [
+        ("paged", (80, 64), True),
+        ("dense", (64, 48), True),
+        ("ragged", (80, 64), True),
+        ("paged", (48, 16), False),  # the main part of a tile of keys has 32 columns
+    ],
+)
+@pytest.mark.parametrize(
+    "config", [SHORT, LONG, replace(LONG, values_first=True)], ids=["short", "long", "v first"]
+)
+def test_values_in_keys(
+    source: str, dims: tuple[int, int], once: bool, config: AttendConfig, device: str
+) -> None:
+    """Values that are columns of the keys are not loaded again, where a tile holds just them."""
+    kind = Case(source=source, dims=dims, group=4, num_kv_heads=1, dtype=HALF, device=device)
+    q, keys, options = make_inputs(replace(kind, q_lens=(1, 20), k_lens=(70, 20)), 0)
+    right = replace(keys, v=keys.k[..., : dims[1]])
+    keys = replace(keys, v=torch.full_like(right.v, torch.nan)) if once else right
+    call = make_call(q, keys, options)
+    call = call._replace(view=call.view._replace(values_in_keys=True))
+    plan = triton_producer.make_plan(call, PlanOptions(config=config))
+    assert plan.program.constants.source.values_in_keys == once
+    assert_right(triton_producer.attend(call, plan, None), q, right, options)
+
+
+@every_device
+def test_a_window_beyond_every_key(device: str) -> None:
+    """Positions minus the window stay inside 32 bits, also where queries outnumber keys."""
+    for window in (2**31 - 1, 2**31, 2**40):
+        for source, config in (("ragged", SHORT), ("paged", LONG)):
+            case = Case(source=source, dims=(16, 16), dtype=HALF, device=device, **MIXED)
+            check(replace(case, window=window), config=config)
 
 
 @every_device

@@ -13,6 +13,7 @@ from cases import (
     SOURCES,
     Case,
     assert_right,
+    make_call,
     make_inputs,
     torch_attention,
 )
@@ -21,26 +22,20 @@ from hypothesis import strategies as st
 from tolerance import assert_state_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import anabranch
 from anabranch import reference
-from anabranch.call import AttendCall
 from anabranch.kernels.cpu import attend as attend_module
 from anabranch.kernels.cpu import flash as flash_module
 from anabranch.kernels.cpu.masks import BLOCK_M, Visibility
 from anabranch.keys import KeySource, RaggedKV
-from anabranch.queries import Queries
-from anabranch.rules import Rules
 from anabranch.state import AttentionState, merge_stacked
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 
-def attend(
-    q: torch.Tensor, keys: KeySource, *, cu_seqlens_q: torch.Tensor, **rules: Any
-) -> AttentionState:
+def attend(q: torch.Tensor, keys: KeySource, **options: Any) -> AttentionState:
     """As the producer runs it, also by rules that attend() refuses."""
-    queries = Queries(q, cu_seqlens_q, 0, keys.num_seqs)
-    call = AttendCall(queries, keys, Rules(**rules), keys.view())
-    return attend_module.attend(call, None, None)
+    return attend_module.attend(make_call(q, keys, options), None, None)
 
 
 def check(case: Case, seed: int = 0) -> None:
@@ -215,6 +210,19 @@ def test_ranges_and_tiles_are_the_rules(
     tree = None if tree is None else tree[0]
     expected = reference.visible(q_len, k_len, causal=causal, window=window, tree_mask=tree)
     assert seen.equal(expected.int())
+
+
+@pytest.mark.parametrize("dims", [(576, 512), (512, 512)])
+def test_wide_heads(dims: tuple[int, int]) -> None:
+    """The largest head dim is a producer's own; this one has none."""
+    check(Case(dims=dims, num_kv_heads=1, q_lens=(1, 3), k_lens=(40, 33)))
+
+
+def test_a_window_beyond_every_key() -> None:
+    q, keys, options = make_inputs(Case(), 0)
+    options["window"] = 2**31 - 1
+    state = anabranch.attend(q, keys, **options, impl="torch")
+    assert_right(state, q, keys, options)
 
 
 def test_states_of_cut_keys_merge() -> None:
