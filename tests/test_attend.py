@@ -16,6 +16,7 @@ from cases import SOURCES, Case, assert_right, integers, make_call, make_inputs,
 from configurations import every_attend_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from states import laid_out
 
 from anabranch import AttentionState, DenseKV, PagedKV, Plan, RaggedKV, attend, make_plan, merge
 from anabranch.call import PlanOptions
@@ -435,6 +436,42 @@ def test_compiled_whole(planned: bool, device: str) -> None:
     backend = "aot_eager" if device == "cpu" else "inductor"
     state = torch.compile(doubled, fullgraph=True, backend=backend)(q, keys, options)
     assert_right(AttentionState(state.out / 2, state.lse), q, keys, options)
+
+
+every_producer = pytest.mark.parametrize(
+    ("impl", "device"),
+    [
+        ("torch", "cpu"),
+        pytest.param("triton", "cpu", marks=ON_CPU),
+        pytest.param("triton", "cuda", marks=GPU),
+    ],
+)
+
+
+@every_producer
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_into_given_buffers(
+    impl: str, device: str, padded: bool, layout: str, compiled: bool
+) -> None:
+    case = Case(q_lens=(3, 3), k_lens=(40, 20), dims=(16, 24), padding=0, device=device)
+    q, keys, options = make_inputs(case, 0)
+    some = {"cu_seqlens_q": None if padded else options["cu_seqlens_q"], "impl": impl}
+    given = q.unflatten(0, (2, 3)) if padded else q
+    nan = torch.full((*given.shape[:-1], 24), torch.nan, device=device)
+    out = AttentionState(laid_out(nan, layout), laid_out(nan[..., 0], layout))
+
+    def step(q: torch.Tensor, keys: KeySource, out: AttentionState) -> AttentionState:
+        return attend(q, keys, out=out, scale=options["scale"], **some)
+
+    torch._dynamo.reset()
+    run = torch.compile(step, fullgraph=True, backend="aot_eager") if compiled else step
+    state = run(given, keys, out)
+    for mine, theirs in zip(state, out, strict=True):
+        assert mine.data_ptr() == theirs.data_ptr()
+    rows = AttentionState(*(x.flatten(0, 1) for x in out)) if padded else out
+    assert_right(rows, q, keys, options)
 
 
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=ON_CPU)])

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from anabranch import DenseKV, PagedKV, RaggedKV, attend, make_plan
+from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, attend, make_plan
 
 # Two sequences of 3 and 2 queries, 6 heads over 2, pages of 8.
 NUM_TOKENS, NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, DIM = 5, 2, 6, 2, 16
@@ -138,6 +138,40 @@ TREE = torch.ones(NUM_TOKENS, 3, dtype=torch.bool)
 )
 def test_options(options: dict[str, Any], message: str) -> None:
     refuse(message, **options)
+
+
+OUT = AttentionState(torch.zeros(NUM_TOKENS, NUM_HEADS, DIM), torch.zeros(NUM_TOKENS, NUM_HEADS))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"out": OUT.out[:4]},
+            r"out has shapes \(4, 6, 16\) and \(5, 6\), expected \(5, 6, 16\) and \(5, 6\)",
+        ),
+        ({"out": OUT.out.half()}, "out.out must be one of float32, got torch.float16"),
+        ({"lse": OUT.lse.double()}, "out.lse must be one of float32, got torch.float64"),
+        ({"out": OUT.out.to("meta")}, "out.out is on meta, expected cpu"),
+        (
+            {"out": OUT.out.transpose(0, 2).contiguous().transpose(0, 2)},
+            r"out.out must be contiguous in its last dimension, got strides \(1, 5, 30\)",
+        ),
+        ({"out": OUT.out[:1].expand_as(OUT.out)}, "out.out overlaps itself"),
+        ({"out": OUT.out.clone().requires_grad_()}, "out.out requires grad"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else ",".join(value),
+)
+def test_destinations(changes: dict[str, torch.Tensor], message: str) -> None:
+    refuse(message, out=OUT._replace(**changes))
+
+
+def test_a_destination_that_is_read() -> None:
+    q = queries()
+    refuse("out.out overlaps q, which is still to be read", q, out=OUT._replace(out=q))
+    cache = torch.zeros(4, 8, NUM_KV_HEADS, DIM)
+    inside = cache.flatten()[: OUT.out.numel()].view_as(OUT.out)
+    refuse("out.out overlaps v", keys=paged(v=cache), out=OUT._replace(out=inside))
 
 
 def test_unknown_options_are_errors() -> None:
