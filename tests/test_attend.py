@@ -12,13 +12,32 @@ from typing import Any
 
 import pytest
 import torch
-from cases import SOURCES, Case, assert_right, integers, make_call, make_inputs, poisoned
+from cases import (
+    SOURCES,
+    UNUSED_PAGE,
+    Case,
+    assert_right,
+    integers,
+    make_call,
+    make_inputs,
+    poisoned,
+)
 from configurations import every_attend_config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from states import laid_out
 
-from anabranch import AttentionState, DenseKV, PagedKV, Plan, RaggedKV, attend, make_plan, merge
+from anabranch import (
+    AttentionState,
+    DenseKV,
+    PagedKV,
+    Plan,
+    RaggedKV,
+    attend,
+    make_plan,
+    merge,
+    reference,
+)
 from anabranch.call import PlanOptions
 from anabranch.kernels.config import AttendConfig
 from anabranch.kernels.triton import attend as triton_producer
@@ -288,6 +307,30 @@ def test_values_in_keys(
     plan = triton_producer.make_plan(call, PlanOptions(config=config))
     assert plan.program.constants.source.values_in_keys == once
     assert_right(triton_producer.attend(call, plan, None), q, right, options)
+
+
+@every_device
+def test_a_list_of_keys_for_each_query_head(device: str) -> None:
+    """Tables of pages of one key, a row for each query head, which says the kv head as well."""
+    num_seqs, num_heads, num_kv_heads, dim, num_slots = 2, 4, 2, 16, 30
+    case = Case(device=device, dims=(dim, dim))
+    k, v = torch.randn(2, num_slots, num_kv_heads, dim, device=device)
+    q = torch.randn(num_seqs, num_heads, dim, device=device)
+    lengths = [5, 0, 17, 30, 1, 16, 2, 9]
+    table = torch.full((num_seqs * num_heads, num_slots), UNUSED_PAGE)
+    parts = []
+    for row, length in enumerate(lengths):
+        slots, kv_head = torch.randperm(num_slots)[:length], row % num_heads // 2
+        table[row, :length] = slots * num_kv_heads + kv_head
+        own = (x[slots.to(device), kv_head, None] for x in (k, v))
+        parts.append(reference.attention(q.view(-1, 1, 1, dim)[row], *own))
+    pages = (x.view(-1, 1, 1, dim) for x in (k, v))
+    lists = PagedKV(*pages, table.int().to(device), integers(case, lengths))
+    state = attend(q.view(-1, 1, dim), lists, impl="triton")
+    options = {"cu_seqlens_q": integers(case, range(9)), "causal": True, "window": None,
+               "softcap": None, "scale": dim**-0.5, "sinks": None, "tree_mask": None}  # fmt: skip
+    expected = AttentionState(*map(torch.cat, zip(*parts, strict=True)))
+    assert_right(state, q.view(-1, 1, dim), lists, options, expected)
 
 
 @every_device

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, attend, make_plan
+from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, attend, make_plan, producers
+from anabranch.call import AttendCall, PlanOptions
 
 # Two sequences of 3 and 2 queries, 6 heads over 2, pages of 8.
 NUM_TOKENS, NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, DIM = 5, 2, 6, 2, 16
@@ -229,6 +232,26 @@ def test_head_dims(dim: int, message: str) -> None:
     cache = torch.zeros(4, 8, NUM_KV_HEADS, dim)
     refuse(message, queries(5, 6, dim), paged(k=cache), impl="triton")
     refuse(message, keys=paged(v=cache), impl="triton")
+
+
+def test_producers_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first that can runs a call and its plans; one that is named runs it or says why not."""
+    asked: list[object] = []
+
+    def refusal(call: AttendCall, options: PlanOptions) -> str:
+        asked.append(options)
+        return f"it dislikes {call.keys.kind} keys"
+
+    monkeypatch.setitem(sys.modules, "fussy", SimpleNamespace(refusal=refusal))
+    monkeypatch.setattr(producers, "PRODUCERS", {"fussy": "fussy", **producers.PRODUCERS})
+    given = {"cu_seqlens_q": ints(0, 3, 5)}
+    attend(queries(), paged(), **given)
+    assert make_plan(queries(), paged(), **given, batch_invariant=True).impl == "torch"
+    assert asked == [PlanOptions(), PlanOptions(batch_invariant=True)]
+    refuse("impl='fussy' cannot run this call: it dislikes paged keys", impl="fussy")
+    monkeypatch.setattr(producers, "PRODUCERS", {"fussy": "fussy"})
+    refuse("nothing can run this call; fussy: it dislikes paged keys")
+    producers.load_producer.cache_clear()
 
 
 def test_a_plan_of_another_producer() -> None:

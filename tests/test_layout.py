@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import anabranch
+from anabranch.keys import KINDS
 
 PACKAGE = Path(anabranch.__file__).parent
 # From low to high; a module imports only from its own layer and the layers below it.
@@ -28,6 +29,7 @@ LAYERS = [
     {"bench"},
     {"cli"},
 ]
+LAYERS_BELOW = set().union(*LAYERS[:5])  # attention itself
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 RANK["reference"] = RANK["kernels"]  # the oracle reads key sources, but is no part of the library
 READS_REFERENCE = {"bench", "reference"}
@@ -103,6 +105,30 @@ def test_kernels_keep_to_their_folder() -> None:
         and (folder(module) == "kernels" or folder(other) != folder(module))
     ]
     assert not astray
+
+
+def asked_types(module: str) -> Iterator[str]:
+    """Names that stand as the type in a call of isinstance or issubclass."""
+    for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("isinstance", "issubclass"):
+            yield from (x.id for x in ast.walk(node.args[1]) if isinstance(x, ast.Name))
+
+
+def test_only_their_room_asks_for_the_kind_of_keys() -> None:
+    sources = {source.__name__ for source in KINDS.values()}
+    asked = {module for module in SOURCES if sources & {*asked_types(module)}}
+    assert {top(module) for module in asked} <= {"keys"}
+    assert "AttentionState" in asked_types("merge")  # the rule sees what is asked
+
+
+def test_files_are_short() -> None:
+    long = {
+        module: count
+        for module, path in SOURCES.items()
+        if (count := len(path.read_text().splitlines())) > 300
+        and (top(module) in LAYERS_BELOW or top(module) == "")
+    }
+    assert not long
 
 
 def test_the_rules_see_the_imports() -> None:

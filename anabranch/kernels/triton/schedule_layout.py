@@ -54,7 +54,10 @@ def read_header(schedule_ptr):
 
 @triton.jit
 def read_record(record):
-    """(origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit)."""
+    """(origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit).
+
+    `origin` is the block's own row of the page table, or where its contiguous keys begin.
+    """
     return (
         tl.load(record),
         tl.load(record + 1),
