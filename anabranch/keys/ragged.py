@@ -10,7 +10,7 @@ import torch
 from anabranch.keys.columns import KeyColumns, ScatteredColumns, ViewedColumns, last_positions
 from anabranch.keys.pair import KeysAndValues, check_index, check_pair
 from anabranch.keys.source import KeyLengths
-from anabranch.keys.view import KeyStore, KeyView
+from anabranch.keys.view import PLAIN, KeyStore, KeyView
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class RaggedKV(KeysAndValues):
     @staticmethod
     def _store(rows: torch.Tensor) -> KeyStore:
         key, head, dim = rows.stride()
-        return KeyStore(rows, key, key, head, dim)
+        return KeyStore(rows, key, key, head, dim, PLAIN)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Keys, values and where sequences begin."""

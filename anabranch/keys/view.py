@@ -26,14 +26,14 @@ class KeyStore(NamedTuple):
     key: int
     head: int
     dim: int
-    format: StoreFormat = PLAIN
+    format: StoreFormat  # no default: torch 2.11 cannot trace an object that is one
     scales: torch.Tensor | None = None
 
 
 def store_of(pages: torch.Tensor) -> KeyStore:
     """Plain keys or values in a tensor of four dimensions."""
     page, key, head, dim = pages.stride()
-    return KeyStore(pages, page, key, head, dim)
+    return KeyStore(pages, page, key, head, dim, PLAIN)
 
 
 class KeyView(NamedTuple):
