@@ -1,0 +1,170 @@
+"""The backend that vLLM selects as CUSTOM, and the attention of its layers."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from anabranch.integrations.vllm.batch_metadata import BatchMetadata
+from anabranch.integrations.vllm.compat import DeclaredCache, attention_interface
+from anabranch.integrations.vllm.context_ranks import attend_across_ranks, find_ranks
+from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
+from anabranch.integrations.vllm.layer_options import CACHE_DTYPES, LayerOptions, refusal
+from anabranch.integrations.vllm.metadata_builder import AnabranchMetadataBuilder
+from anabranch.keys import FLOATS
+
+_interface = attention_interface()
+
+
+class AnabranchAttention(_interface.AttentionImpl):
+    """One attention layer."""
+
+    can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = "decoder",
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> None:
+        why = refusal(
+            head_size=head_size,
+            dtype=torch.get_default_dtype(),
+            kv_cache_dtype=kv_cache_dtype,
+            attn_type=str(getattr(attn_type, "value", attn_type)),
+            has_alibi=alibi_slopes is not None,
+        )
+        if why is not None:
+            raise ValueError(why)
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.head_size = head_size
+        self.scale = float(scale)
+        self.kv_cache_dtype = kv_cache_dtype
+        self.sliding_window = sliding_window
+        self.sinks = sinks
+        self.options = LayerOptions(
+            scale=self.scale,
+            window=sliding_window,
+            softcap=logits_soft_cap or None,
+            sinks=sinks,
+            reads_other_layer=kv_sharing_target_layer_name is not None,
+        )
+        self.ranks = find_ranks(
+            self.dcp_world_size, window=sliding_window, num_kv_heads=self.num_kv_heads
+        )
+        self._cache: CachePages | None = None
+
+    def _pages(self, kv_cache: torch.Tensor) -> CachePages:
+        """Views of the cache, made once: vLLM keeps one tensor a layer."""
+        if self._cache is None or self._cache.kv_cache is not kv_cache:
+            self._cache = CachePages(kv_cache, self.head_size)
+        return self._cache
+
+    def do_kv_cache_update(
+        self,
+        layer: Any,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write the new keys and values of a batch; slots of padding are negative."""
+        if kv_cache.numel():
+            self._pages(kv_cache).write(key, value, slot_mapping)
+
+    def forward(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        attn_metadata: BatchMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Attend into `output`, which is returned; zeros while vLLM measures its memory."""
+        if output_scale is not None or output_block_scale is not None:
+            raise ValueError("quantised outputs are not supported, got an output_scale")
+        if attn_metadata is None:
+            return output.fill_(0)
+        pages = self._pages(kv_cache)
+        if self.ranks is None:
+            attend_batch(self, self.options, query, key, value, pages, attn_metadata, output)
+        else:
+            attend_across_ranks(
+                self, self.options, query, key, value, pages, attn_metadata, output, self.ranks
+            )
+        return output
+
+
+class AnabranchBackend(DeclaredCache, _interface.AttentionBackend):
+    """What the backend supports, as vLLM asks before it builds a model."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(FLOATS)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    forward_includes_kv_cache_update: bool = False
+
+    @staticmethod
+    def get_name() -> str:
+        """The name it is selected by."""
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[AnabranchAttention]:
+        """The attention of a layer."""
+        return AnabranchAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[AnabranchMetadataBuilder]:
+        """The builder of a step's metadata."""
+        return AnabranchMetadataBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
+        """Any would do; vLLM takes the least for layers with windows, and small pages are slow."""
+        return [_interface.MultipleOf(16)]
+
+    @classmethod
+    def supports_head_size(cls, head_size: int) -> bool:
+        """Any; one that does not fit is refused by its value, in supports_combination."""
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        """Sinks are states."""
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        """On causal layers."""
+        return True
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Without a window."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: str | None,
+        *_: Any,
+        **__: Any,
+    ) -> str | None:
+        """Why a layer is refused, with the value."""
+        return refusal(head_size=head_size, dtype=dtype, kv_cache_dtype=kv_cache_dtype)

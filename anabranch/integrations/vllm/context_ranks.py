@@ -1,0 +1,89 @@
+"""Decode context parallel: the keys of a sequence lie on several ranks, as vLLM deals them out."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import torch
+
+from anabranch.attend import attend
+from anabranch.integrations.vllm.batch_metadata import BatchMetadata
+from anabranch.integrations.vllm.compat import combine_across_ranks
+from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
+from anabranch.integrations.vllm.layer_options import LayerOptions
+from anabranch.keys import PagedKV, RaggedKV
+from anabranch.merge import merge
+from anabranch.state import AttentionState
+
+
+class ContextRanks(NamedTuple):
+    """Ranks that take turns in holding the keys of a sequence."""
+
+    group: Any  # vLLM's coordinator of the ranks
+    combine: Any  # vLLM's merge of states across them: (out, lse, group, return_lse)
+    interleave: int  # consecutive keys on one rank
+
+
+def find_ranks(num_ranks: int, *, window: int | None, num_kv_heads: int) -> ContextRanks | None:
+    """The ranks that vLLM was started with; None if a sequence's keys lie on one."""
+    if num_ranks == 1:
+        return None
+    if window is not None:
+        raise ValueError(
+            f"decode context parallel over {num_ranks} ranks has no windows, "
+            f"got sliding_window={window}"
+        )
+    if num_kv_heads != 1:  # query heads of all ranks are put together for each kv head
+        raise ValueError(
+            f"decode context parallel over {num_ranks} ranks needs one kv head a rank, "
+            f"got num_kv_heads={num_kv_heads}"
+        )
+    vllm_config: Any = import_module("vllm.config")
+    parallel_state: Any = import_module("vllm.distributed.parallel_state")
+    config = vllm_config.get_current_vllm_config().parallel_config
+    interleave = config.cp_kv_cache_interleave_size
+    return ContextRanks(parallel_state.get_dcp_group(), combine_across_ranks(config), interleave)
+
+
+def attend_across_ranks(
+    layer: object,
+    options: LayerOptions,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: CachePages,
+    batch: BatchMetadata,
+    output: torch.Tensor,
+    ranks: ContextRanks,
+) -> None:
+    """attend_batch() where earlier keys are dealt out over ranks, and new ones are on all of them.
+
+    Every rank attends with the heads of all ranks to the keys it holds; the merged states of its
+    own heads then merge with the new keys. A sink counts once, with the new keys.
+    """
+    if all(bounds.are_new for bounds in batch.bounds):  # the same on all ranks
+        return attend_batch(layer, options, q, k, v, pages, batch, output)
+    batch.enter(layer)
+    q, k, v = (x[: batch.num_tokens] for x in (q, k, v))
+    starts = batch.query_start_loc
+    lengths = batch.local_context_lens(
+        rank=ranks.group.rank_in_group,
+        num_ranks=ranks.group.world_size,
+        interleave=ranks.interleave,
+    )
+    context = PagedKV(pages.k, pages.v, batch.block_table, lengths)
+    of_all_ranks = ranks.group.all_gather(q.contiguous(), dim=1)
+    shared: dict[str, Any] = {
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "cu_seqlens_q": starts,
+    }
+    plan = batch.plan(of_all_ranks, context, starts, causal=False, window=None)
+    state = attend(of_all_ranks, context, causal=False, plan=plan, **shared)
+    out, lse = ranks.combine(state.out, state.lse, ranks.group, return_lse=True)
+    new = RaggedKV(k, v, starts)
+    plan = batch.plan(q, new, starts, causal=batch.causal, window=None)
+    latest = attend(q, new, causal=batch.causal, sinks=options.sinks, plan=plan, **shared)
+    merged = merge(AttentionState(out, lse.contiguous()), latest)
+    output[: batch.num_tokens].copy_(merged.out)

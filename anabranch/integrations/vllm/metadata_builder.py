@@ -1,0 +1,43 @@
+"""vLLM's metadata builder: the batch of a step, for all layers of a group."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+
+from anabranch.integrations.vllm.batch_metadata import BatchMetadata, read_batch
+from anabranch.integrations.vllm.compat import attention_interface
+
+_interface = attention_interface()
+
+
+class AnabranchMetadataBuilder(_interface.AttentionMetadataBuilder):
+    """Looks at the host's copy of the lengths only to cut a batch; the device's decide the rest."""
+
+    _cudagraph_support: ClassVar[Any] = _interface.AttentionCGSupport.ALWAYS
+    supports_draft_decode_metadata_update: bool = True
+
+    def __init__(
+        self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
+    ) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)  # pyright: ignore
+        reference_window = getattr(vllm_config.model_config, "rswa_window", None)
+        if reference_window is not None:
+            raise ValueError(
+                f"reference sliding windows are not supported, got rswa_window={reference_window}"
+            )
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
+    ) -> BatchMetadata:
+        """The batch of a step that runs layers outside of a graph."""
+        return read_batch(common_attn_metadata, decode_tokens=self.reorder_batch_threshold or 1)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> BatchMetadata:
+        """A batch in one section, since a graph serves batches of all kinds."""
+        return read_batch(common_attn_metadata, decode_tokens=None)
+
+    def update_draft_decode_metadata(self, metadata: BatchMetadata) -> None:
+        """Nothing: the first layer of the next draft reads the lengths as they are then."""
