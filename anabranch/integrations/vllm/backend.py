@@ -12,7 +12,6 @@ from anabranch.integrations.vllm.context_ranks import attend_across_ranks, find_
 from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
 from anabranch.integrations.vllm.layer_options import CACHE_DTYPES, LayerOptions, refusal
 from anabranch.integrations.vllm.metadata_builder import AnabranchMetadataBuilder
-from anabranch.keys import FLOATS
 
 _interface = attention_interface()
 
@@ -22,6 +21,7 @@ class AnabranchAttention(_interface.AttentionImpl):
 
     can_return_lse_for_decode: bool = True
     supports_dcp: bool = True
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(
         self,
@@ -113,7 +113,9 @@ class AnabranchAttention(_interface.AttentionImpl):
 class AnabranchBackend(DeclaredCache, _interface.AttentionBackend):
     """What the backend supports, as vLLM asks before it builds a model."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = list(FLOATS)
+    supported_dtypes: ClassVar[list[torch.dtype]] = [
+        dtype for dtype in CACHE_DTYPES.values() if dtype
+    ]
     supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
     forward_includes_kv_cache_update: bool = False
 

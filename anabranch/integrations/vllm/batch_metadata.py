@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
+from anabranch import PagedKV, Plan, RaggedKV, make_plan
 from anabranch.integrations.vllm.query_sections import Bounds, Section, cut_section, find_bounds
-from anabranch.keys import PagedKV, RaggedKV
-from anabranch.plan import Plan, make_plan
 
 
 @dataclass(slots=True)

@@ -7,14 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anabranch.attend import attend
+from anabranch import AttentionState, PagedKV, RaggedKV, attend, merge
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.compat import combine_across_ranks
 from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
 from anabranch.integrations.vllm.layer_options import LayerOptions
-from anabranch.keys import PagedKV, RaggedKV
-from anabranch.merge import merge
-from anabranch.state import AttentionState
 
 
 class ContextRanks(NamedTuple):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.append import append_kv
-from anabranch.attend import attend
+from anabranch import PagedKV, RaggedKV, append_kv, attend
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.layer_options import LayerOptions
-from anabranch.keys import PagedKV, RaggedKV
 
 
 class CachePages:

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from anabranch.plan import MAX_HEAD_DIM
-
+MAX_HEAD_SIZE = 256  # of attend's tiles on a GPU
 CACHE_DTYPES = {
     "auto": None,
     "float16": torch.float16,
@@ -36,8 +35,8 @@ def refusal(
     has_alibi: bool = False,
 ) -> str | None:
     """Why a layer cannot run on attend, naming the value; None if it can."""
-    if not 1 <= head_size <= MAX_HEAD_DIM:
-        return f"head_size must be from 1 to {MAX_HEAD_DIM}, got {head_size}"
+    if not 1 <= head_size <= MAX_HEAD_SIZE:
+        return f"head_size must be from 1 to {MAX_HEAD_SIZE}, got {head_size}"
     if kv_cache_dtype is not None and kv_cache_dtype not in CACHE_DTYPES:
         return f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {kv_cache_dtype!r}"
     if kv_cache_dtype is not None and CACHE_DTYPES[kv_cache_dtype] not in (None, dtype):

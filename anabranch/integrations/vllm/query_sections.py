@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.keys import PagedKV, RaggedKV
+from anabranch import PagedKV, RaggedKV
 
 ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that have less
 

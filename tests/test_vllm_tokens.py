@@ -1,0 +1,89 @@
+"""vLLM on our backend gives the tokens of its own: `make test-vllm`, where vLLM is installed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "n-gram drafts": {"speculative_config": NGRAM},
+}
+
+
+def generate(model: Path, backend: str, options: dict[str, Any]) -> dict[str, Any]:
+    script = Path(__file__).parent / "vllm_tokens.py"
+    command = [sys.executable, script, model, backend, json.dumps(options)]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Windows in every other layer, and softcaps."""
+    import torch
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        sliding_window=16,
+        attn_logit_softcapping=3.0,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=512,
+        initializer_range=0.2,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("gemma2")
+    Gemma2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def check(model: Path, options: dict[str, Any], own: str) -> dict[str, Any]:
+    theirs, ours = generate(model, own, options), generate(model, "CUSTOM", options)
+    assert ours["backends"] == ["AnabranchBackend"] != theirs["backends"]
+    assert [len(batch) for batch in ours["tokens"]] == [16, 16, 1]
+    assert ours["tokens"] == theirs["tokens"]
+    return ours
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_tokens_are_those_of_vllms_own_backend(setting: str) -> None:
+    from anabranch.models.smollm2 import smollm2_directory
+
+    ours = check(smollm2_directory(), SETTINGS[setting], "CPU_ATTN")
+    assert ours["prefix_hits"] > 0
+    assert bool(ours["drafts"]) == bool(SETTINGS[setting])
+
+
+def test_windows_and_softcaps(tiny_gemma: Path) -> None:
+    check(tiny_gemma, {}, "CPU_ATTN")
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [({"kv_cache_dtype": "fp8"}, "got 'fp8'")],
+)
+def test_options_are_refused_at_the_start(
+    tiny_gemma: Path, options: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(AssertionError, match=named):
+        generate(tiny_gemma, "CUSTOM", options)
