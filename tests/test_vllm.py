@@ -224,7 +224,7 @@ def test_keys_on_several_ranks(num_ranks: int, interleave: int) -> None:
     def run(rank: int) -> torch.Tensor:
         pages = make_pages(num_kv_heads=1)
         for seq, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
-            past_k, past_v = reference.gather(all_keys, seq)
+            past_k, past_v = all_keys.gather(seq)
             mine = [p for p in range(k_len - q_len) if p // interleave % num_ranks == rank]
             local = torch.arange(len(mine))
             slots = table[seq][local // PAGE].long() * PAGE + local % PAGE

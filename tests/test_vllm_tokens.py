@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for vLLM's build for CPUs")
 pytestmark = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}
@@ -31,7 +33,6 @@ def generate(model: Path, backend: str, options: dict[str, Any]) -> dict[str, An
 @pytest.fixture(scope="module")
 def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Windows in every other layer, and softcaps."""
-    import torch
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
     config = Gemma2Config(
@@ -65,6 +66,7 @@ def check(model: Path, options: dict[str, Any], own: str) -> dict[str, Any]:
     return ours
 
 
+@on_cpu
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tokens_are_those_of_vllms_own_backend(setting: str) -> None:
     from anabranch.models.smollm2 import smollm2_directory
@@ -74,6 +76,7 @@ def test_tokens_are_those_of_vllms_own_backend(setting: str) -> None:
     assert bool(ours["drafts"]) == bool(SETTINGS[setting])
 
 
+@on_cpu
 def test_windows_and_softcaps(tiny_gemma: Path) -> None:
     check(tiny_gemma, {}, "CPU_ATTN")
 
@@ -87,3 +90,13 @@ def test_options_are_refused_at_the_start(
 ) -> None:
     with pytest.raises(AssertionError, match=named):
         generate(tiny_gemma, "CUSTOM", options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["FULL", "FULL_AND_PIECEWISE"])
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_graphs_give_the_tokens_of_eager(tiny_gemma: Path, setting: str, mode: str) -> None:
+    options = SETTINGS[setting]
+    graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
+    eager = generate(tiny_gemma, "CUSTOM", options)
+    assert generate(tiny_gemma, "CUSTOM", {**options, **graphs})["tokens"] == eager["tokens"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,11 @@ def main(model: str, backend: str, options_json: str) -> None:
     import torch
     from vllm import LLM, SamplingParams
 
+    from anabranch.integrations.vllm import register
+
     torch.set_num_threads(2)
+    if "anabranch" not in entry_points(group="vllm.general_plugins").names:
+        register()  # a folder on the path has no entry points
     prompts: list[Any] = [*PROMPTS, REPEATING]
     options: dict[str, Any] = {"enforce_eager": True, **json.loads(options_json)}
     if not (Path(model) / "tokenizer.json").exists():

@@ -10,7 +10,7 @@ import torch
 from anabranch import AttentionState, PagedKV, RaggedKV, attend, merge
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.compat import combine_across_ranks
-from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
+from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch, state_around
 from anabranch.integrations.vllm.layer_options import LayerOptions
 
 
@@ -82,5 +82,5 @@ def attend_across_ranks(
     new = RaggedKV(k, v, starts)
     plan = batch.plan(q, new, starts, causal=batch.causal, window=None)
     latest = attend(q, new, causal=batch.causal, sinks=options.sinks, plan=plan, **shared)
-    merged = merge(AttentionState(out, lse.contiguous()), latest)
-    output[: batch.num_tokens].copy_(merged.out)
+    earlier = AttentionState(out, lse.contiguous())
+    merge(earlier, latest, out=state_around(output[: batch.num_tokens]))

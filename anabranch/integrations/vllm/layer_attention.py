@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anabranch import PagedKV, RaggedKV, append_kv, attend
+from anabranch import AttentionState, PagedKV, RaggedKV, append_kv, attend
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.layer_options import LayerOptions
 
@@ -23,6 +23,12 @@ class CachePages:
         """Put new keys and values into the cache; padding has no slot, or a negative one."""
         num_slots = slot_mapping.shape[0]
         append_kv(self._without_table, k[:num_slots], v[:num_slots], slot_mapping)
+
+
+def state_around(output: torch.Tensor) -> AttentionState:
+    """A state that attend writes `output` of, with a new LSE, which nobody reads."""
+    lse = torch.empty(output.shape[:-1], dtype=torch.float32, device=output.device)
+    return AttentionState(output, lse)
 
 
 def attend_batch(
@@ -49,7 +55,7 @@ def attend_batch(
         plan = batch.plan(
             queries, keys, section.cu_seqlens_q, causal=batch.causal, window=options.window
         )
-        state = attend(
+        attend(
             queries,
             keys,
             cu_seqlens_q=section.cu_seqlens_q,
@@ -59,5 +65,5 @@ def attend_batch(
             scale=options.scale,
             sinks=options.sinks,
             plan=plan,
+            out=state_around(output[section.tokens]),
         )
-        output[section.tokens].copy_(state.out)
