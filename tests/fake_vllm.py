@@ -33,7 +33,7 @@ class Builder:
     reorder_batch_threshold: int | None = None
 
     def __init__(self, spec: Any, names: list[str], vllm_config: Any, device: Any) -> None:
-        self.vllm_config = vllm_config
+        self.vllm_config, self.layer_names, self.device = vllm_config, names, device
 
     def _init_reorder_batch_threshold(self, tokens: int, supports_spec_as_decode: bool) -> None:
         assert supports_spec_as_decode

@@ -363,10 +363,20 @@ def test_a_layer_from_cache_to_output(monkeypatch: pytest.MonkeyPatch) -> None:
         layer.forward(layer, q, k, v, pages.kv_cache, batch, output, torch.ones(1))
 
 
-def builder(backend: Any, *, num_drafts: int, rswa_window: int | None = None) -> Any:
-    model = SimpleNamespace(rswa_window=rswa_window)
-    config = SimpleNamespace(model_config=model, num_drafts=num_drafts)
-    return backend.AnabranchBackend.get_builder_cls()(None, [], config, torch.device("cpu"))
+def builder(
+    backend: Any,
+    *,
+    num_drafts: int,
+    rswa_window: int | None = None,
+    layers: dict[str, Any] | None = None,
+) -> Any:
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(rswa_window=rswa_window),
+        num_drafts=num_drafts,
+        compilation_config=SimpleNamespace(static_forward_context=layers or {}),
+    )
+    names, cpu = [*(layers or {})], torch.device("cpu")
+    return backend.AnabranchBackend.get_builder_cls()(None, names, config, cpu)
 
 
 def test_the_builder_keeps_verifications_with_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,6 +393,31 @@ def test_the_builder_keeps_verifications_with_decodes(monkeypatch: pytest.Monkey
     ]  # fmt: skip
     with pytest.raises(ValueError, match="rswa_window=128"):
         builder(backend, num_drafts=0, rswa_window=128)
+
+
+def test_kernels_are_compiled_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.26.0")
+    backend = import_module(f"{OURS}.backend")
+    windows, ran = {"a": None, "b": 3, "c": None}, []
+
+    class Recording(backend.AnabranchAttention):
+        def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+            ran.append(self.sliding_window)
+            return super().forward(*args, **options)
+
+    layers = {
+        name: SimpleNamespace(
+            impl=Recording(HEADS, DIM, 0.3, KV_HEADS, sliding_window=window),
+            kv_cache=make_pages().kv_cache,
+        )
+        for name, window in windows.items()
+    }
+    before = layers["a"].kv_cache.clone()
+    common = common_metadata([4, 4], [4, 4], make_table(2))
+    batch = builder(backend, num_drafts=0, layers=layers).build_for_cudagraph_capture(common)
+    assert ran == [None, 3]
+    assert torch.equal(layers["a"].kv_cache, before)
+    assert not batch._shared, "plans for the graph are made inside it"
 
 
 def test_the_cache_is_declared_as_vllm_packs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -30,31 +30,45 @@ def generate(model: Path, backend: str, options: dict[str, Any]) -> dict[str, An
     return json.loads(run.stdout.splitlines()[-1])
 
 
+SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
 @pytest.fixture(scope="module")
 def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Windows in every other layer, and softcaps."""
     from transformers import Gemma2Config, Gemma2ForCausalLM
 
-    config = Gemma2Config(
-        vocab_size=128,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        sliding_window=16,
-        attn_logit_softcapping=3.0,
-        query_pre_attn_scalar=32,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-    )
     torch.manual_seed(0)
+    config = Gemma2Config(
+        sliding_window=16, attn_logit_softcapping=3.0, query_pre_attn_scalar=32, **SMALL
+    )
+    model = Gemma2ForCausalLM(config)
+    model.model.embed_tokens.weight.data *= 0.05  # or every token is followed by itself
     directory = tmp_path_factory.mktemp("gemma2")
-    Gemma2ForCausalLM(config).save_pretrained(directory)
+    model.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    directory = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(directory)
     return directory
 
 
@@ -63,6 +77,7 @@ def check(model: Path, options: dict[str, Any], own: str) -> dict[str, Any]:
     assert ours["backends"] == ["AnabranchBackend"] != theirs["backends"]
     assert [len(batch) for batch in ours["tokens"]] == [16, 16, 1]
     assert ours["tokens"] == theirs["tokens"]
+    assert len({token for answer in ours["tokens"][0] for token in answer}) > 16
     return ours
 
 
@@ -79,6 +94,16 @@ def test_tokens_are_those_of_vllms_own_backend(setting: str) -> None:
 @on_cpu
 def test_windows_and_softcaps(tiny_gemma: Path) -> None:
     check(tiny_gemma, {}, "CPU_ATTN")
+
+
+@on_cpu
+def test_a_draft_model_changes_no_token(tiny_llama: Path) -> None:
+    draft = {"method": "draft_model", "model": str(tiny_llama), "num_speculative_tokens": 3}
+    drafted = {"speculative_config": {**draft, "attention_backend": "CUSTOM"}}
+    without, ours = (generate(tiny_llama, "CUSTOM", options) for options in ({}, drafted))
+    assert ours["backends"] == ["AnabranchBackend"]
+    assert ours["tokens"] == without["tokens"]
+    assert ours["drafts"] > 0
 
 
 @pytest.mark.parametrize(

@@ -36,8 +36,28 @@ class AnabranchMetadataBuilder(_interface.AttentionMetadataBuilder):
         return read_batch(common_attn_metadata, decode_tokens=self.reorder_batch_threshold or 1)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> BatchMetadata:
-        """A batch in one section, since a graph serves batches of all kinds."""
+        """A batch in one section, since a graph serves batches of all kinds.
+
+        vLLM warms up with a batch that build() has cut, so kernels of this one are compiled here.
+        """
+        self._run_once(read_batch(common_attn_metadata, decode_tokens=None))
         return read_batch(common_attn_metadata, decode_tokens=None)
+
+    def _run_once(self, batch: BatchMetadata) -> None:
+        """Attend in a layer of each kind; cache and outputs of the model are not touched."""
+        layers = self.vllm_config.compilation_config.static_forward_context
+        kinds: dict[Any, Any] = {}
+        for layer in (layers[name] for name in self.layer_names):
+            options = layer.impl.options
+            shape = (layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size)
+            key = (*shape, options.window, options.softcap, options.sinks is None)
+            kinds.setdefault(key, layer)
+        for layer in kinds.values():
+            num_heads, num_kv_heads = layer.impl.num_heads, layer.impl.num_kv_heads
+            like: Any = {"dtype": layer.kv_cache.dtype, "device": self.device}
+            q, output = torch.zeros(2, batch.num_tokens, num_heads, layer.impl.head_size, **like)
+            k, v = torch.zeros(2, batch.num_tokens, num_kv_heads, layer.impl.head_size, **like)
+            layer.impl.forward(layer, q, k, v, layer.kv_cache, batch, output)
 
     def update_draft_decode_metadata(self, metadata: BatchMetadata) -> None:
         """Nothing: the first layer of the next draft reads the lengths as they are then."""
