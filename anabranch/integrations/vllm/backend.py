@@ -46,8 +46,7 @@ class AnabranchAttention(_interface.AttentionImpl):
         )
         if why is not None:
             raise ValueError(why)
-        self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads or num_heads
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads or num_heads
         self.head_size = head_size
         self.scale = float(scale)
         self.kv_cache_dtype = kv_cache_dtype

@@ -71,11 +71,7 @@ def attend_across_ranks(
     )
     context = PagedKV(pages.k, pages.v, batch.block_table, lengths)
     of_all_ranks = ranks.group.all_gather(q.contiguous(), dim=1)
-    shared: dict[str, Any] = {
-        "scale": options.scale,
-        "softcap": options.softcap,
-        "cu_seqlens_q": starts,
-    }
+    shared: Any = {"scale": options.scale, "softcap": options.softcap, "cu_seqlens_q": starts}
     plan = batch.plan(of_all_ranks, context, starts, causal=False, window=None)
     state = attend(of_all_ranks, context, causal=False, plan=plan, **shared)
     out, lse = ranks.combine(state.out, state.lse, ranks.group, return_lse=True)
