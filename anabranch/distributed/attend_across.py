@@ -12,8 +12,7 @@ from anabranch.distributed.dealt_kv import DealtKV
 from anabranch.distributed.merge_across import HeadLayout, merge_across
 from anabranch.distributed.plan_across import AcrossPlan, plan_across
 from anabranch.distributed.rank_group import check_agreement, find_group
-from anabranch.merge import FLOATS
-from anabranch.shapes import Sizes, check_device, check_dtype
+from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
 from anabranch.state import AttentionState
 
 

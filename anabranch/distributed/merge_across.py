@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from anabranch.distributed.rank_group import RankGroup, check_agreement, find_group
 from anabranch.distributed.state_buffer import StateBuffer
-from anabranch.merge import FLOATS, merge
-from anabranch.shapes import check_device, check_dtype
+from anabranch.merge import merge
+from anabranch.shapes import FLOATS, check_device, check_dtype
 from anabranch.state import AttentionState
 
 HeadLayout = Literal["all", "scattered"]

@@ -13,8 +13,9 @@ import torch
 
 from anabranch.distributed.dealt_kv import DealtKV
 from anabranch.keys import PagedKV
-from anabranch.plan import Plan, check_masks, make_plan, pack_queries
-from anabranch.shapes import Sizes, check_device, check_dtype
+from anabranch.plan import Plan, make_plan
+from anabranch.queries import check_queries, pack_queries
+from anabranch.rules import check_rules, make_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,15 @@ def plan_across(
     `max_q_len` bounds the query lengths of packed queries; without it the mask of a step has
     num_tokens x num_tokens bytes. Made inside a captured graph, the plan follows the lengths.
     """
-    check_masks(causal=causal, window=window, tree_mask=tree_mask)
+    rules = make_rules(
+        causal=causal, window=window, tree_mask=tree_mask, head_dim=q.shape[-1] if q.dim() else 1
+    )
     whole = PagedKV(keys.k, keys.v, keys.page_table, keys.seq_lens)
     queries = pack_queries(q, whole, cu_seqlens_q)
     num_tokens = queries.packed.shape[0]
-    _check(queries.packed, tree_mask, max_q_len)
+    check_rules(rules, check_queries(queries.packed, whole), q.device)
+    if max_q_len is not None and max_q_len < 1:
+        raise ValueError(f"max_q_len must be at least 1, got {max_q_len}")
     longest = queries.q_len if cu_seqlens_q is None else min(max_q_len or num_tokens, num_tokens)
     rule = AcrossRule(
         num_tokens, keys.num_seqs, keys.page_size, keys.rank, keys.num_ranks, causal, window
@@ -98,17 +103,6 @@ def plan_across(
         )
     by_key = window is not None
     return AcrossPlan(rule, local.page_table, local.seq_lens, starts, mask, by_key, plan)
-
-
-def _check(q: torch.Tensor, tree_mask: torch.Tensor | None, max_q_len: int | None) -> None:
-    if max_q_len is not None and max_q_len < 1:
-        raise ValueError(f"max_q_len must be at least 1, got {max_q_len}")
-    if tree_mask is not None:
-        sizes = Sizes()
-        sizes.match("q", q, "num_tokens num_heads head_dim_k")
-        sizes.match("tree_mask", tree_mask, "num_tokens tree_width")
-        check_dtype("tree_mask", tree_mask, (torch.bool,))
-        check_device("tree_mask", tree_mask, q.device)
 
 
 def _find_tokens(starts: torch.Tensor, num_tokens: int, max_q_len: int, keys: DealtKV) -> _Tokens:
