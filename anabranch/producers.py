@@ -15,6 +15,7 @@ from anabranch.state import AttentionState
 # Asked in this order; without a name, the first that can run a call does.
 PRODUCERS = {
     "torch": "anabranch.kernels.cpu.attend",
+    "gluon": "anabranch.kernels.gluon.attend",
     "triton": "anabranch.kernels.triton.attend",
 }
 ENVIRONMENT_VARIABLE = "ANABRANCH_ATTEND"
@@ -25,6 +26,10 @@ class Producer(Protocol):
 
     def refusal(self, call: AttendCall, options: PlanOptions) -> str | None:
         """Why a call cannot run here, naming the value that is in the way; None if it can."""
+        ...
+
+    def prefers(self, call: AttendCall, options: PlanOptions) -> bool:
+        """Whether it should run a call that it can run and that names no producer."""
         ...
 
     def make_plan(self, call: AttendCall, options: PlanOptions) -> Any:
@@ -61,10 +66,12 @@ def choose_producer(call: AttendCall, options: PlanOptions, impl: str | None) ->
         return impl
     reasons: list[str] = []
     for name in PRODUCERS:
-        reason = load_producer(name).refusal(call, options)
-        if reason is None:
+        producer = load_producer(name)
+        reason = producer.refusal(call, options)
+        if reason is None and producer.prefers(call, options):
             return name
-        reasons.append(f"{name}: {reason}")
+        if reason is not None:
+            reasons.append(f"{name}: {reason}")
     raise ValueError(f"nothing can run this call; {'; '.join(reasons)}")
 
 

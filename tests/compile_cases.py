@@ -16,9 +16,13 @@ from importlib import import_module
 
 import torch
 from configurations import every_attend_config
+from hot_loop import serialised, waits_after_exponentials
 
 from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
 from anabranch.kernels.config import AttendConfig, fit_shared_memory
+from anabranch.kernels.gluon.config import hopper_constants, pack_of, select_tiles
+from anabranch.kernels.gluon.launch import attend as gluon_attend
+from anabranch.kernels.gluon.order import order, order_size
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
 from anabranch.kernels.triton.constants import AttendProgram, attend_program
@@ -96,6 +100,69 @@ def attend_cases(shared_memory: int) -> Iterator[Case]:
         yield f"{kind} with window, softcap and sinks", call
         apart = partial(launch_attend, *given, plain, shared_memory, fused=False)
         yield f"{kind} with a merge apart", apart
+
+
+def gluon_cases(_: int) -> Iterator[Case]:
+    """Every head dim, contiguous and paged, whole blocks and parts, every rule."""
+    plain = Rules(causal=True, scale=0.1)
+    every_rule = Rules(causal=True, window=100, softcap=30.0, scale=0.1, sinks=meta(32))
+
+    def launch(
+        dims: tuple[int, int], group: int, page_size: int, splits: bool, rules: Rules
+    ) -> None:
+        constants = hopper_constants(
+            select_tiles(*dims),
+            causal=True,
+            pack=pack_of(group),
+            num_heads=32,
+            num_kv_heads=32 // group,
+            page_size=page_size,
+            head_dim_k=dims[0],
+            head_dim_v=dims[1],
+            num_programs=132,
+            splits=splits,
+            overlap=True,
+        )
+        k, v = (meta(64, 16, 32 // group, dim, dtype=BRAIN) for dim in dims)
+        keys = PagedKV(k, v, ints(64, 16), ints(64)) if page_size else DenseKV(k, v)
+        state = AttentionState(meta(64, 32, dims[1], dtype=BRAIN), meta(64, 32))
+        q = meta(64, 32, dims[0], dtype=BRAIN)
+        gluon_attend(q, keys.view(), rules, state, ints(1024), ints(1), SCRATCH, constants)
+
+    yield "128, whole blocks", partial(launch, (128, 128), 4, 0, False, plain)
+    yield "128, pages and parts", partial(launch, (128, 128), 4, 16, True, plain)
+    yield "192/128", partial(launch, (192, 128), 1, 0, False, plain)
+    yield "256", partial(launch, (256, 256), 4, 16, False, plain)
+    yield "64", partial(launch, (64, 64), 4, 0, True, plain)
+    yield "96", partial(launch, (96, 96), 1, 0, True, plain)
+    yield "every rule", partial(launch, (128, 128), 4, 16, True, every_rule)
+
+
+def order_cases(_: int) -> Iterator[Case]:
+    """Each kind of lengths, with a window, with fixed parts, and never cut."""
+
+    def launch(packed: bool, window: int | None, fixed_parts: bool, splits: bool) -> None:
+        constants = hopper_constants(
+            select_tiles(128, 128),
+            causal=True,
+            pack=4,
+            num_heads=32,
+            num_kv_heads=8,
+            page_size=0,
+            head_dim_k=128,
+            head_dim_v=128,
+            num_programs=132,
+            fixed_parts=fixed_parts,
+            splits=splits,
+        )
+        lengths = ints(9)
+        given = (None, lengths) if packed else (lengths[1:], None)
+        buffer = ints(order_size(8, 64, 33, constants))
+        order(buffer, lengths, *given, 4096, 64, window, 33, constants)
+
+    yield "lengths", partial(launch, False, None, False, True)
+    yield "packed, window", partial(launch, True, 100, False, False)
+    yield "fixed parts", partial(launch, False, None, True, True)
 
 
 def merge_parts_cases(shared_memory: int) -> Iterator[Case]:
@@ -177,7 +244,10 @@ def merge_cases(_: int) -> Iterator[Case]:
 
 
 TRITON = "anabranch.kernels.triton"
+GLUON = "anabranch.kernels.gluon"
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
+    f"{GLUON}.kernel": gluon_cases,
+    f"{GLUON}.order": order_cases,
     f"{TRITON}.append_kv": append_kv_cases,
     f"{TRITON}.attend_kernel": attend_cases,
     f"{TRITON}.merge": merge_cases,
@@ -195,5 +265,9 @@ if __name__ == "__main__":
     target, prefix = TARGETS[sys.argv[2]], "".join(sys.argv[3:])
     for case, call in cases_of(sys.argv[1])(target.shared_bytes):
         for launch in record(call) if case.startswith(prefix) else ():
-            needs = resources(compile_launch(launch, target))
-            print(json.dumps({"case": case, **asdict(needs)}))
+            compiled = compile_launch(launch, target)
+            found = {"case": case, **asdict(resources(compiled))}
+            if launch.kernel.is_gluon():
+                found["serialised"] = serialised(compiled.asm["ptx"])
+                found["waits_last"] = waits_after_exponentials(compiled.asm["cubin"])
+            print(json.dumps(found))

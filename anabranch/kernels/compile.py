@@ -17,6 +17,7 @@ from unittest import mock
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel, make_backend
+from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 
@@ -82,7 +83,8 @@ def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
     options, signature, constexprs, attributes = kernel._pack_args(
         backend, given, bound, specialization, options
     )
-    source = ASTSource(kernel, signature, constexprs, attributes)
+    source_type = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_type(kernel, signature, constexprs, attributes)
     return triton.compile(source, target=target.gpu, options=options.__dict__)
 
 

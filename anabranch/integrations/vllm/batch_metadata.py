@@ -66,10 +66,9 @@ class BatchMetadata:
         window: int | None,
     ) -> Plan:
         """The plan of this pass for such queries and keys."""
-        lengths = keys.seq_lens if isinstance(keys, PagedKV) else keys.cu_seqlens
         shapes = (q.shape, q.dtype, keys.k.shape[1:], keys.v.shape[1:])
         # Sections have tensors of their own, which live as long as the plan.
-        key = (id(cu_seqlens_q), id(lengths), shapes, causal, window)
+        key = (id(cu_seqlens_q), *map(id, keys.lengths), shapes, causal, window)
         if key not in self._shared:
             plan = make_plan(q, keys, cu_seqlens_q=cu_seqlens_q, causal=causal, window=window)
             self._shared[key] = plan

@@ -26,6 +26,12 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
     return None if device.type == "cpu" else f"it is the CPU's, got q on {device}"
 
 
+def prefers(call: AttendCall, options: PlanOptions) -> bool:
+    """Every call that it can run."""
+    del call, options
+    return True
+
+
 def make_plan(call: AttendCall, options: PlanOptions) -> None:
     """Nothing: sequences are brought together when they are attended to."""
     del call, options

@@ -13,7 +13,7 @@ from anabranch.kernels.triton.plan import TritonPlan, make_plan
 from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.state import AttentionState
 
-__all__ = ["attend", "flatten_plan", "make_plan", "rebuild_plan", "refusal"]
+__all__ = ["attend", "flatten_plan", "make_plan", "prefers", "rebuild_plan", "refusal"]
 MAX_HEAD_DIM = 256  # of the largest tiles
 
 
@@ -31,6 +31,12 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         if (dim - 1) * stride >= 1 << 31:
             return f"{name} spreads a head over 2^31 elements, its last stride is {stride}"
     return device_refusal(q.device)
+
+
+def prefers(call: AttendCall, options: PlanOptions) -> bool:
+    """Every call that it can run."""
+    del call, options
+    return True
 
 
 def attend(call: AttendCall, plan: TritonPlan | None, out: AttentionState | None) -> AttentionState:

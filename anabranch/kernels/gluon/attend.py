@@ -1,0 +1,111 @@
+"""The producer "gluon": states by a warp-specialised kernel for Hopper GPUs, in 16 bits."""
+
+from __future__ import annotations
+
+import torch
+
+from anabranch.call import AttendCall, PlanOptions, new_state
+from anabranch.device import capability
+from anabranch.kernels.gluon.config import HEAD_DIMS, HopperTiles, constants_from
+from anabranch.kernels.gluon.plan import HopperPlan, make_plan
+from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.keys import PLAIN, KeyStore
+from anabranch.state import AttentionState
+
+__all__ = ["attend", "flatten_plan", "make_plan", "prefers", "rebuild_plan", "refusal"]
+
+MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's loads
+MIN_ROWS = 48  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
+
+
+def prefers(call: AttendCall, options: PlanOptions) -> bool:
+    """Whether this producer should run a call that names none: rows must fill its tiles.
+
+    H200, 32/8 heads of 128, us here and in Triton: 8 x 8192 with 32 queries 52 and 70, with 16
+    queries 80 and 88; 1 x 32768 with 8 queries (32 rows) 52 and 47.
+    """
+    del options
+    q, keys = call.queries.packed, call.keys
+    return q.shape[0] * q.shape[1] >= MIN_ROWS * keys.num_kv_heads * max(keys.num_seqs, 1)
+
+
+def refusal(call: AttendCall, options: PlanOptions) -> str | None:
+    """Why a call cannot run here; None if it can."""
+    q, keys, view = call.queries.packed, call.keys, call.view
+    if capability(q.device)[0] != 9:
+        return f"it needs a Hopper GPU (compute capability 9), got q on {q.device}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"it needs queries of float16 or bfloat16, got {str(q.dtype)[6:]}"
+    dims = (q.shape[2], keys.head_dim_v)
+    if dims not in HEAD_DIMS:
+        known = ", ".join("/".join(map(str, pair)) for pair in HEAD_DIMS)
+        return f"it has tiles for head dims {known}, got {dims[0]}/{dims[1]}"
+    if options.config is not None and not isinstance(options.config, HopperTiles):
+        return f"config must be HopperTiles, got {type(options.config).__name__}"
+    if not options.fused_merge:
+        return "it merges parts without a second launch, got fused_merge=False"
+    page = view.page_size
+    if view.page_table is not None and (page < MIN_PAGE or page & (page - 1)):
+        return f"pages must hold a power of two of at least {MIN_PAGE} keys, got {page}"
+    if view.values_in_keys:
+        return "values must have a store of their own"
+    if not _is_aligned(q, q.stride(0), q.stride(1)) or q.stride(2) != 1:
+        return f"q must be aligned to 16 bytes in rows and heads, got strides {q.stride()}"
+    for name, store in (("k", view.k), ("v", view.v)):
+        if reason := _store_refusal(name, store):
+            return reason
+    return None
+
+
+def _is_aligned(x: torch.Tensor, *strides: int) -> bool:
+    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides)
+
+
+def _store_refusal(name: str, store: KeyStore) -> str | None:
+    """Why TMA cannot copy boxes of a store."""
+    if store.format != PLAIN:
+        return f"{name} must be plain, got the format {store.format.name}"
+    if not store.ptr.numel():
+        return f"{name} must hold keys, got shape {tuple(store.ptr.shape)}"
+    if store.dim != 1 or not _is_aligned(store.ptr, store.key, store.head):
+        return f"{name} must be aligned to 16 bytes in keys and heads, got {store.ptr.stride()}"
+    if store.key <= 0 or store.page % store.key:
+        return (
+            f"pages of {name} must begin whole keys apart, got a stride of {store.page} for pages "
+            f"and {store.key} for keys"
+        )
+    num_pages, page_keys, num_heads, dim = store.ptr.shape
+    if max(num_pages * (store.page // store.key) + page_keys, num_heads * store.head + dim) >> 31:
+        return f"{name} must have fewer than 2^31 rows and columns, got {store.ptr.stride()}"
+    return None
+
+
+def attend(call: AttendCall, plan: HopperPlan | None, out: AttentionState | None) -> AttentionState:
+    """The state of a call, in `out` if that is given."""
+    from anabranch.kernels.gluon.launch import attend as launch
+
+    queries, _, rules, view = call
+    q = queries.packed
+    state = out
+    if state is None or not _is_aligned(state.out, *state.out.stride()[:2]):
+        state = new_state(call)
+    if q.shape[0]:
+        if plan is None:
+            plan = make_plan(call, PlanOptions())
+        launch(q, view, rules, state, plan.order, plan.counter, plan.parts, plan.constants)
+    if out is None or state is out:
+        return state
+    out.out.copy_(state.out)
+    out.lse.copy_(state.lse)
+    return out
+
+
+def flatten_plan(plan: HopperPlan) -> tuple[list[torch.Tensor], str]:
+    """A plan as the arguments of a torch operator."""
+    return [plan.order, plan.counter, *plan.parts], plan.constants.text
+
+
+def rebuild_plan(tensors: list[torch.Tensor], text: str) -> HopperPlan:
+    """The plan that was flattened."""
+    order, counter, *parts = tensors
+    return HopperPlan(order, counter, Parts(*parts), constants_from(text))

@@ -1,0 +1,133 @@
+"""Tiles of the Hopper kernel, measurements beside each choice, and what it is compiled for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+
+from anabranch.kernels.config import split_head_dim
+
+# Key and value head dims that tiles have been chosen and tested for: each is one power of two, or
+# two of them (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64).
+HEAD_DIMS = ((64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256))
+CACHE_BYTES = 40 << 20  # of an H200's L2 cache of 60 MB that keys and values may fill
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiles:
+    """How the kernel is tiled; blocks have 128 rows."""
+
+    block_n: int  # keys of a tile
+    stages: int  # tiles of K, and of V, under way
+    q_in_registers: bool  # the main columns of Q
+    out_columns: int = 64  # staged at a time
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+
+def select_tiles(head_dim_k: int, head_dim_v: int) -> HopperTiles:
+    """Tiles whose accumulators and scores fit into 240 registers a thread.
+
+    Microseconds on an H200, bfloat16, 1 x 8192. The accumulator is rescaled at the end of the loop:
+    32/8 heads of 128, 863 against 878 while the scores run.
+    """
+    if head_dim_k > 192 or head_dim_v > 128:
+        return HopperTiles(64, 2, q_in_registers=False)
+    # 192/128, 16 heads: 532 against 547 with Q in shared memory
+    return HopperTiles(128, 2, q_in_registers=True)
+
+
+def pack_of(group: int) -> int:
+    """Query heads whose rows share a block: the largest power of two in the group, at most 64."""
+    return min(group & -group, 64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HopperConstants:
+    """What the kernel is compiled for; never a length or a batch size."""
+
+    causal: bool
+    pack: int  # query heads of one kv head whose rows share a block, a power of two
+    num_packs: int
+    packs_per_kv: int
+    page_size: int  # 0 for contiguous keys
+    dk_main: int  # head_dim_k = dk_main + dk_rest, powers of two
+    dk_rest: int
+    dv_main: int
+    dv_rest: int
+    block_n: int
+    stages: int
+    q_in_registers: bool
+    out_columns: int
+    consumer_registers: int
+    producer_registers: int
+    num_programs: int
+    fixed_parts: bool
+    splits: bool  # whether blocks may be cut into parts: that code slows the loop down by 5%
+    overlap: bool  # launched while the kernel ahead is still ending
+    text: str = ""
+
+    @property
+    def frees_queries_early(self) -> bool:
+        """Whether a consumer holds all of Q in registers, so that the next may be copied."""
+        return self.q_in_registers and not self.dk_rest
+
+    @property
+    def max_registers(self) -> int:
+        """Of a thread at the start: two consumers and one group of producers share them."""
+        return (2 * self.consumer_registers + self.producer_registers) // 3
+
+    @property
+    def boxes_a_tile(self) -> int:
+        """How many copies fill a tile: one, or one for each page."""
+        return max(self.block_n // self.page_size, 1) if self.page_size else 1
+
+    @property
+    def bytes_a_key(self) -> int:
+        """Of K and V of one kv head."""
+        return 2 * (self.dk_main + self.dk_rest + self.dv_main + self.dv_rest)
+
+
+@cache
+def hopper_constants(
+    tiles: HopperTiles,
+    *,
+    causal: bool,
+    pack: int,
+    num_heads: int,
+    num_kv_heads: int,
+    page_size: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    num_programs: int,
+    fixed_parts: bool = False,
+    splits: bool = True,
+    overlap: bool = False,
+) -> HopperConstants:
+    """Join tiles with the shapes of a call; equal ones are the same object."""
+    (dk_main, dk_rest), (dv_main, dv_rest) = map(split_head_dim, (head_dim_k, head_dim_v))
+    assert (dk_main + dk_rest, dv_main + dv_rest) == (head_dim_k, head_dim_v)
+    constants = HopperConstants(
+        causal=causal,
+        pack=pack,
+        num_packs=num_heads // pack,
+        packs_per_kv=num_heads // num_kv_heads // pack,
+        page_size=page_size,
+        dk_main=dk_main,
+        dk_rest=dk_rest,
+        dv_main=dv_main,
+        dv_rest=dv_rest,
+        num_programs=num_programs,
+        fixed_parts=fixed_parts,
+        splits=splits,
+        overlap=overlap,
+        **asdict(tiles),
+    )
+    return replace(constants, text=json.dumps(asdict(constants)))
+
+
+@cache
+def constants_from(text: str) -> HopperConstants:
+    """The constants that were written as this text."""
+    return HopperConstants(**(json.loads(text) | {"text": text}))

@@ -1,0 +1,288 @@
+"""The consumer: one warpgroup that attends from 64 rows of a block to the tiles of an item.
+
+Tiles come from the last key to the first, so the masked ones lie at the ends of the loop. While the
+matrix unit multiplies the weights of one tile with its values, the scores of the next one are under
+way.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from anabranch.kernels.gluon.barriers import (
+    CONSUMERS,
+    K_FREE,
+    PAIR,
+    PAIR_AND_PRODUCER,
+    V_FREE,
+    bar_arrive,
+    bar_sync,
+    exp2,
+    hidden_zero,
+)
+from anabranch.kernels.gluon.finish import finish_item
+from anabranch.kernels.gluon.order import read_item
+from anabranch.kernels.gluon.queue import first_ticket, next_ticket
+from anabranch.kernels.triton.masks import seen_by_all, visible
+from anabranch.kernels.triton.online_softmax import LOG2_E, pivot_of
+from anabranch.kernels.triton.tiles import capped
+
+
+@gluon.jit
+def issue_scores(q, q_main, k, slot, zero, C: gl.constexpr, WG: gl.constexpr):
+    """Q K^T of one tile, under way."""
+    BLOCK_N: gl.constexpr = C.block_n
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    scores = gl.zeros([64, BLOCK_N], gl.float32, layout)
+    keys = k[0].index(slot).permute((1, 0))
+    if C.q_in_registers:
+        scores = warpgroup_mma(q_main, keys, scores, use_acc=False, is_async=True)
+    else:
+        scores = warpgroup_mma(q[0].index(WG + zero), keys, scores, use_acc=False, is_async=True)
+    if C.dk_rest:
+        rest = k[1].index(slot).permute((1, 0))
+        scores = warpgroup_mma(q[1].index(WG + zero), rest, scores, is_async=True)
+    return scores
+
+
+@gluon.jit
+def issue_values(p, v, slot, acc, C: gl.constexpr):
+    """Add the weighted values of one tile to the accumulator, under way."""
+    main = warpgroup_mma(p, v[0].index(slot), acc[0], is_async=True)
+    rest = acc[1]
+    if C.dv_rest:
+        layout: gl.constexpr = gl.DotOperandLayout(0, acc[1].type.layout, 2)
+        p = gl.convert_layout(p, layout, assert_trivial=True)
+        rest = warpgroup_mma(p, v[1].index(slot), rest, is_async=True)
+    return main, rest
+
+
+@gluon.jit
+def rescaled(acc, factor, C: gl.constexpr):
+    """The accumulator times one factor a row."""
+    main, rest = acc
+    layout: gl.constexpr = gl.SliceLayout(1, main.type.layout)
+    main = main * gl.convert_layout(factor, layout, assert_trivial=True)[:, None]
+    if C.dv_rest:
+        layout_rest: gl.constexpr = gl.SliceLayout(1, rest.type.layout)
+        rest = rest * gl.convert_layout(factor, layout_rest, assert_trivial=True)[:, None]
+    return main, rest
+
+
+@gluon.jit
+def thread_sums(weights, C: gl.constexpr):
+    """Row sums over each thread's own columns, [64, block_n] to [64, 4]: no shuffle in the loop."""
+    OCTETS: gl.constexpr = C.block_n // 8
+    return gl.sum(gl.sum(gl.reshape(weights, [64, OCTETS, 4, 2]), 3), 1)
+
+
+@gluon.jit
+def masked(scores, tile, tokens, span, window, tree_rows, tree_width, C: gl.constexpr):
+    """Scores, -inf where a token does not see a key."""
+    q_len, seq_len = span
+    keys = tile * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, scores.type.layout))
+    if tree_rows is not None:
+        tree_rows = tree_rows[:, None]
+    seen = visible(
+        tokens[:, None], keys[None, :], q_len, seq_len, window, tree_rows, tree_width, C.causal
+    )
+    return gl.where(seen, scores, -float("inf"))
+
+
+@gluon.jit
+def logits_of(scores, tile, tokens, span, full, rules, tree_rows, tree_width, C: gl.constexpr):
+    """Scores after softcap and mask; `base2_scale` turns them into logits in base 2.
+
+    All tokens see all keys of the tiles `full`.
+    """
+    if rules.softcap is not None:
+        scores = capped(scores, rules.scale, rules.softcap)
+    if (tile < full[0]) | (tile >= full[1]):
+        scores = masked(scores, tile, tokens, span, rules.window, tree_rows, tree_width, C)
+    return scores
+
+
+@gluon.jit
+def base2_scale(rules):
+    """From what `logits_of` returns to logits in base 2."""
+    if rules.softcap is not None:
+        return LOG2_E
+    else:
+        return rules.scale
+
+
+@gluon.jit
+def attend_tile(
+    q, q_main, k, v, bars, state, done, count, num_tiles, tile, tokens, span, full, rules,
+    tree_rows, tree_width, C: gl.constexpr, WG: gl.constexpr,
+):  # fmt: skip
+    """Scores of this tile while the weights of the one before multiply its values; new weights.
+
+    `done` tiles of V are finished by this warpgroup, `count` of this item are scored.
+    """
+    acc, p, total, peak = state
+    _, _, k_full, v_full = bars
+    slot = (done + 1) % C.stages
+    value_slot = done % C.stages
+    zero = hidden_zero(done) if C.dk_rest else 0
+    scores = issue_scores(q, q_main, k, slot, zero, C, WG)
+    mbarrier.wait(v_full.index(value_slot), (done // C.stages) & 1)
+    acc = issue_values(p, v, value_slot, acc, C)
+    scores = warpgroup_mma_wait(2 if C.dv_rest else 1, [scores])
+    bar_arrive(K_FREE + slot, PAIR_AND_PRODUCER)
+    scores = logits_of(scores, tile, tokens, span, full, rules, tree_rows, tree_width, C)
+    scale = base2_scale(rules)
+    new_peak = gl.maximum(peak, gl.max(scores, 1))
+    pivot = pivot_of(new_peak * scale)
+    alpha = exp2(peak * scale - pivot)
+    weights = exp2(scores * scale - pivot[:, None])
+    kept = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
+    total = total * kept[:, None] + thread_sums(weights, C)
+    # The next keys are waited for here, not at the top: ptxas lifts the wait for P V (below) above
+    # arithmetic, but not above this branch.
+    next_slot = (done + 2) % C.stages
+    mbarrier.wait(k_full.index(next_slot), ((done + 2) // C.stages) & 1, pred=count + 1 < num_tiles)
+    if C.dv_rest:
+        main, rest, p, weights = warpgroup_mma_wait(0, [acc[0], acc[1], p, weights])
+        acc = (main, rest)
+    else:
+        main, p, weights = warpgroup_mma_wait(0, [acc[0], p, weights])
+        acc = (main, acc[1])
+    bar_arrive(V_FREE + value_slot, PAIR_AND_PRODUCER)
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
+    p = gl.convert_layout(weights.to(v[0].dtype), layout)
+    return rescaled(acc, alpha, C), p, total, new_peak
+
+
+@gluon.jit
+def clear_rows(values, valid, C: gl.constexpr, WG: gl.constexpr):
+    """Zeros for the keys from `valid` on; each consumer clears half of the tile."""
+    HALF: gl.constexpr = C.block_n // 2
+    WIDTH: gl.constexpr = values.shape[1]
+    LANES: gl.constexpr = min(WIDTH // 8, 32)
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    half = values.slice(WG * HALF, HALF, 0)
+    keys = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
+    half.store(gl.where((keys < valid)[:, None], half.load(layout), 0.0).to(values.dtype))
+
+
+@gluon.jit
+def clear_tail(v, v_full, done, valid, C: gl.constexpr, WG: gl.constexpr):
+    """Clear values past the end of the sequence: a weight of 0 times NaN would be NaN."""
+    if valid < C.block_n:
+        slot = done % C.stages
+        mbarrier.wait(v_full.index(slot), (done // C.stages) & 1)
+        clear_rows(v[0].index(slot), valid, C, WG)
+        if C.dv_rest:
+            clear_rows(v[1].index(slot), valid, C, WG)
+        fence_async_shared()
+        bar_sync(CONSUMERS, PAIR)
+
+
+@gluon.jit
+def first_weights(q, q_main, k, bars, done, tile, tokens, span, rules, tree_rows,
+                  tree_width, C: gl.constexpr, WG: gl.constexpr):  # fmt: skip
+    """Weights of an item's last tile, with nothing to multiply meanwhile."""
+    _, _, k_full, _ = bars
+    slot = done % C.stages
+    mbarrier.wait(k_full.index(slot), (done // C.stages) & 1)
+    scores = issue_scores(q, q_main, k, slot, 0, C, WG)
+    scores = warpgroup_mma_wait(0, [scores])
+    bar_arrive(K_FREE + slot, PAIR_AND_PRODUCER)
+    scores = logits_of(scores, tile, tokens, span, (0, 0), rules, tree_rows, tree_width, C)
+    scale = base2_scale(rules)
+    peak = gl.max(scores, 1)
+    weights = exp2(scores * scale - pivot_of(peak * scale)[:, None])
+    return weights, peak
+
+
+@gluon.jit
+def consume(
+    q, k, v, staging, bars, queue, out_desc, order_ptr, rules, tree_ptr, tree_width, sinks_ptr,
+    out_rows, lse_rows, parts, C: gl.constexpr, WG: gl.constexpr,
+):  # fmt: skip
+    """Attend to one item after another, until the queue is empty."""
+    q_full, q_empty, k_full, v_full = bars
+    BLOCK_N: gl.constexpr = C.block_n
+    MAIN: gl.constexpr = C.dv_main
+    REST: gl.constexpr = C.dv_rest or 16
+    score_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
+    main_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
+    row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    done = 0  # tiles of V finished
+    taken = 0  # items begun
+    ticket = first_ticket(order_ptr, C)
+    while ticket >= 0:
+        item = ticket // C.num_packs
+        _, first_row, q_start, q_len, seq_len, first_tile, num_tiles = read_item(order_ptr, item)
+        span = (q_len, seq_len)
+        rows = first_row + WG * 64 + gl.arange(0, 64, row_layout)
+        tokens = rows // C.pack
+        tree_rows = None
+        if tree_ptr is not None:
+            last_token = gl.minimum(tokens, q_len - 1)
+            tree_rows = tree_ptr + (q_start + last_token).to(gl.int64) * tree_width
+        last_tile = first_tile + num_tiles - 1
+        last_row = gl.minimum(first_row + 128, q_len * C.pack) - 1
+        full_start, full_stop = seen_by_all(
+            first_row // C.pack, last_row // C.pack, q_len, seq_len, rules.window, tree_ptr,
+            C.causal,
+        )  # fmt: skip
+        full = ((full_start + C.block_n - 1) // C.block_n, full_stop // C.block_n)
+
+        mbarrier.wait(q_full.index(WG), taken & 1)
+        if C.q_in_registers:
+            q_main = q[0].index(WG).load(gl.DotOperandLayout(0, score_layout, 2))
+            if C.frees_queries_early:
+                mbarrier.arrive(q_empty.index(WG))
+        else:
+            q_main = 0
+        weights, peak = first_weights(
+            q, q_main, k, bars, done, last_tile, tokens, span, rules, tree_rows, tree_width, C, WG
+        )
+        total = thread_sums(weights, C)
+        p = gl.convert_layout(weights.to(v[0].dtype), gl.DotOperandLayout(0, main_layout, 2))
+        acc_main = gl.zeros([64, MAIN], gl.float32, main_layout)
+        acc_rest = gl.zeros([64, REST], gl.float32, rest_layout) if C.dv_rest else 0
+        acc = (acc_main, acc_rest)
+        clear_tail(v, v_full, done, seq_len - last_tile * C.block_n, C, WG)
+        mbarrier.wait(
+            k_full.index((done + 1) % C.stages), ((done + 1) // C.stages) & 1, pred=num_tiles > 1
+        )
+        state = (acc, p, total, peak)
+        for count in range(1, num_tiles):
+            state = attend_tile(
+                q, q_main, k, v, bars, state, done, count, num_tiles, last_tile - count, tokens,
+                span, full, rules, tree_rows, tree_width, C, WG,
+            )  # fmt: skip
+            done += 1
+        acc, p, total, peak = state
+        if not C.frees_queries_early:
+            mbarrier.arrive(q_empty.index(WG))
+
+        value_slot = done % C.stages
+        mbarrier.wait(v_full.index(value_slot), (done // C.stages) & 1)
+        acc = issue_values(p, v, value_slot, acc, C)
+        this = ticket
+        ticket = next_ticket(queue, taken, 4)
+        if C.dv_rest:
+            main, rest, p = warpgroup_mma_wait(0, [acc[0], acc[1], p])
+            acc = (main, rest)
+        else:
+            main, p = warpgroup_mma_wait(0, [acc[0], p])
+            acc = (main, acc[1])
+        bar_arrive(V_FREE + value_slot, PAIR_AND_PRODUCER)
+        done += 1
+        taken += 1
+        finish_item(
+            acc, gl.convert_layout(gl.sum(total, 1), row_layout), peak * base2_scale(rules), this,
+            staging, out_desc, order_ptr, sinks_ptr, out_rows, lse_rows, parts, C, WG,
+        )  # fmt: skip
+    tma.store_wait(0)

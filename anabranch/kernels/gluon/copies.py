@@ -1,0 +1,155 @@
+"""The producers: one warp copies queries and keys, one copies values, both by TMA.
+
+A tile of contiguous keys is one box; of paged keys, one box for each page, into slices of the tile.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from anabranch.kernels.gluon.barriers import K_FREE, PAIR_AND_PRODUCER, V_FREE, bar_sync
+from anabranch.kernels.gluon.order import read_item
+from anabranch.kernels.gluon.queue import (
+    first_ticket,
+    next_ticket,
+    publish_ticket,
+    take_turn,
+)
+
+
+@gluon.jit
+def tile_pages(tile, origin, seq_len, table_ptr, table_stride, C: gl.constexpr):
+    """The pages of a tile, as a tuple of scalars; those past the sequence repeat its last."""
+    pages = ()
+    if C.page_size:
+        first = tile * C.block_n // C.page_size
+        last = gl.maximum(seq_len - 1, 0) // C.page_size
+        table = table_ptr + origin.to(gl.int64) * table_stride
+        BOXES: gl.constexpr = C.boxes_a_tile
+        for i in gl.static_range(BOXES):
+            page = gl.load(table + gl.minimum(first + i, last), mask=seq_len > 0, other=0)
+            pages = pages + (page,)  # noqa: RUF005 (the kernel language has no unpacking)
+    else:
+        pages = (origin,)
+    return pages
+
+
+@gluon.jit
+def copy_tile(desc, buffer, full, tile, pages, page_rows, column, C: gl.constexpr):
+    """Copy a tile of keys or values; a page begins every `page_rows` rows."""
+    if C.page_size >= C.block_n:
+        row = pages[0] * page_rows + tile * C.block_n % C.page_size
+        tma.async_copy_global_to_shared(desc, [row, column], full, buffer)
+    elif C.page_size:
+        BOXES: gl.constexpr = C.boxes_a_tile
+        for i in gl.static_range(BOXES):
+            box = buffer.slice(i * C.page_size, C.page_size, 0)
+            tma.async_copy_global_to_shared(desc, [pages[i] * page_rows, column], full, box)
+    else:
+        row = pages[0] * page_rows + tile * C.block_n
+        tma.async_copy_global_to_shared(desc, [row, column], full, buffer)
+
+
+@gluon.jit
+def copy_columns(descs, buffers, full, slot, tile, pages, rows, head, head_stride, C: gl.constexpr,
+                 MAIN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """Both column ranges of a tile, announced to the barrier `full`."""
+    mbarrier.expect(full, C.block_n * (MAIN + REST) * 2)
+    column = head * head_stride
+    copy_tile(descs[0], buffers[0].index(slot), full, tile, pages, rows, column, C)
+    if REST:
+        copy_tile(descs[1], buffers[1].index(slot), full, tile, pages, rows, column + MAIN, C)
+
+
+@gluon.jit
+def copy_queries(descs, q, q_full, q_empty, taken, token, head, C: gl.constexpr):
+    """The 64 rows of each consumer: tokens times the heads of a pack, in one box."""
+    PACK: gl.constexpr = C.pack
+    TOKENS: gl.constexpr = 64 // C.pack
+    MAIN: gl.constexpr = C.dk_main
+    REST: gl.constexpr = C.dk_rest
+    for wg in gl.static_range(2):
+        full = q_full.index(wg)
+        mbarrier.wait(q_empty.index(wg), (taken & 1) ^ 1)
+        mbarrier.expect(full, 64 * (MAIN + REST) * 2)
+        main = q[0].index(wg).reshape((TOKENS, PACK, MAIN))
+        tma.async_copy_global_to_shared(descs[0], [token + wg * TOKENS, head, 0], full, main)
+        if REST:
+            rest = q[1].index(wg).reshape((TOKENS, PACK, REST))
+            tma.async_copy_global_to_shared(descs[1], [token + wg * TOKENS, head, MAIN], full, rest)
+
+
+@gluon.jit
+def produce_queries_keys(
+    q, k, bars, queue, q_descs, k_descs, k_place, table_ptr, table_stride, counter_ptr, order_ptr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Copy the queries of each item once, then its keys from the last tile to the first."""
+    q_full, q_empty, k_full = bars[0], bars[1], bars[2]
+    page_rows, head_stride = k_place
+    done = 0
+    taken = 0
+    turn = gl.program_id(0)
+    ticket = first_ticket(order_ptr, C)
+    while ticket >= 0:
+        item, pack = ticket // C.num_packs, ticket % C.num_packs
+        origin, first_row, q_start, _, seq_len, first_tile, num_tiles = read_item(order_ptr, item)
+        kv_head = pack // C.packs_per_kv
+        token = q_start + first_row // C.pack
+        turn = take_turn(counter_ptr)
+        if C.frees_queries_early:
+            copy_queries(q_descs, q, q_full, q_empty, taken, token, pack * C.pack, C)
+        for count in range(0, num_tiles):
+            tile = first_tile + num_tiles - 1 - count
+            pages = tile_pages(tile, origin, seq_len, table_ptr, table_stride, C)
+            slot = done % C.stages
+            if done >= C.stages:
+                bar_sync(K_FREE + slot, PAIR_AND_PRODUCER)
+            copy_columns(
+                k_descs, k, k_full.index(slot), slot, tile, pages, page_rows, kv_head,
+                head_stride, C, C.dk_main, C.dk_rest,
+            )  # fmt: skip
+            done += 1
+            if count == 0:  # the first copies are under way: time to look for the next item
+                if not C.frees_queries_early:
+                    copy_queries(q_descs, q, q_full, q_empty, taken, token, pack * C.pack, C)
+                ticket = publish_ticket(queue, order_ptr, turn, taken, C)
+        taken += 1
+    reset_counter(order_ptr, counter_ptr, turn, C)
+
+
+@gluon.jit
+def reset_counter(order_ptr, counter_ptr, turn, C: gl.constexpr):
+    """The last of all programs leaves the counter at 0."""
+    num_turns = gl.load(order_ptr) * C.num_packs
+    if turn == num_turns + gl.num_programs(0) - 1:
+        gl.store(counter_ptr, 0)
+
+
+@gluon.jit
+def produce_values(
+    v, bars, queue, v_descs, v_place, table_ptr, table_stride, order_ptr, C: gl.constexpr
+):
+    """Copy the values of each item, from the last tile to the first."""
+    v_full = bars[3]
+    page_rows, head_stride = v_place
+    done = 0
+    taken = 0
+    ticket = first_ticket(order_ptr, C)
+    while ticket >= 0:
+        item, pack = ticket // C.num_packs, ticket % C.num_packs
+        origin, _, _, _, seq_len, first_tile, num_tiles = read_item(order_ptr, item)
+        kv_head = pack // C.packs_per_kv
+        for count in range(0, num_tiles):
+            tile = first_tile + num_tiles - 1 - count
+            pages = tile_pages(tile, origin, seq_len, table_ptr, table_stride, C)
+            slot = done % C.stages
+            if done >= C.stages:
+                bar_sync(V_FREE + slot, PAIR_AND_PRODUCER)
+            copy_columns(
+                v_descs, v, v_full.index(slot), slot, tile, pages, page_rows, kv_head,
+                head_stride, C, C.dv_main, C.dv_rest,
+            )  # fmt: skip
+            done += 1
+        ticket = next_ticket(queue, taken, 1)
+        taken += 1

@@ -1,0 +1,82 @@
+"""The launch of the Hopper kernel: descriptors for the tensor memory accelerator (TMA)."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from anabranch.kernels.gluon.config import HopperConstants
+from anabranch.kernels.gluon.kernel import attend_kernel
+from anabranch.kernels.triton.addressing import Rows
+from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.keys import KeyStore, KeyView
+from anabranch.rules import Rules
+from anabranch.state import AttentionState
+
+DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
+
+
+def attend(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
+    view: KeyView,
+    rules: Rules,
+    state: AttentionState,
+    order: torch.Tensor,
+    counter: torch.Tensor,
+    parts: Parts,
+    constants: HopperConstants,
+) -> None:
+    """Write the state of `q` over the keys, taking items in the given order."""
+    c, (k, v), table, tree = constants, view[:2], view.page_table, rules.tree_mask
+    attend_kernel[c.num_programs,](
+        row_boxes(q, c.pack, c.dk_main),
+        row_boxes(q, c.pack, c.dk_rest or c.dk_main),
+        key_boxes(k, c, c.dk_main),
+        key_boxes(k, c, c.dk_rest or c.dk_main),
+        key_boxes(v, c, c.dv_main),
+        key_boxes(v, c, c.dv_rest or c.dv_main),
+        row_boxes(state.out, c.pack, c.out_columns),
+        row_boxes(state.out, c.pack, c.dv_rest or c.out_columns),
+        (k.page // k.key, k.head),
+        (v.page // v.key, v.head),
+        table,
+        0 if table is None else table.stride(0),
+        rules._replace(
+            causal=None,  # a constant
+            scale=rules.scale * math.log2(math.e),
+            sinks=None,
+            tree_mask=None,
+        ),
+        None if tree is None else tree.contiguous().view(torch.uint8),
+        0 if tree is None else tree.shape[1],
+        None if rules.sinks is None else rules.sinks.contiguous(),
+        Rows(state.out, *state.out.stride()),
+        Rows(state.lse, *state.lse.stride(), 0),
+        order,
+        counter,
+        parts,
+        c,
+        num_warps=4,
+        maxnreg=c.max_registers,
+        **({"launch_pdl": True} if c.overlap else {}),
+    )
+
+
+def row_boxes(x: torch.Tensor, pack: int, width: int) -> TensorDescriptor:
+    """Boxes [64 / pack tokens, pack heads, width] of [num_tokens, num_heads, dim]."""
+    block = [64 // pack, pack, width]
+    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
+
+
+def key_boxes(store: KeyStore, constants: HopperConstants, width: int) -> TensorDescriptor:
+    """Boxes [keys, width] of a store: a row for each key, a range of columns for each head."""
+    num_pages, page_keys, num_heads, dim = store.ptr.shape
+    rows = min(constants.page_size or constants.block_n, constants.block_n)
+    layout = gl.NVMMASharedLayout.get_default_for([rows, width], DTYPES[store.ptr.dtype])
+    num_rows = (num_pages - 1) * (store.page // store.key) + page_keys
+    shape = [num_rows, (num_heads - 1) * store.head + dim]
+    return TensorDescriptor(store.ptr, shape, [store.key, 1], [rows, width], layout)

@@ -1,0 +1,265 @@
+"""The Hopper kernel by the same property as the Triton one, on a Hopper GPU; its order anywhere."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+from cases import Case, assert_right, make_inputs
+
+from anabranch import AttentionState, attend, make_plan
+from anabranch.device import capability
+from anabranch.kernels.gluon.config import HEAD_DIMS, hopper_constants, select_tiles
+from anabranch.kernels.gluon.order import HEADER, ITEM, num_slots, order, order_size
+
+HALF, BRAIN = torch.float16, torch.bfloat16
+IS_HOPPER = torch.cuda.is_available() and capability(torch.device("cuda", 0))[0] == 9
+hopper = pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+PLANNED = ("cu_seqlens_q", "causal", "window", "tree_mask")
+MIXED = Case(
+    q_lens=(130, 1, 257, 64, 0, 5),
+    k_lens=(130, 300, 600, 64, 77, 0),
+    page_size=16,
+    group=4,
+    dims=(128, 128),
+    dtype=BRAIN,
+    padding=7,
+    device="cuda",
+)
+LONG = replace(MIXED, q_lens=(8, 3), k_lens=(20000, 4000))  # cut over keys
+
+
+def check(case: Case, seed: int = 0, **planned: object) -> None:
+    q, keys, options = make_inputs(case, seed)
+    given = {name: options[name] for name in PLANNED}
+    plan = make_plan(q, keys, impl="gluon", **given, **planned)
+    for _ in range(2):  # counters are left as they were found
+        assert_right(attend(q, keys, plan=plan, **options), q, keys, options)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("case", [MIXED, LONG], ids=["mixed", "long"])
+def test_head_dims(case: Case, dims: tuple[int, int]) -> None:
+    check(replace(case, dims=dims, source="ragged"))
+    check(replace(case, dims=dims, group=1, num_kv_heads=3))
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("source", ["paged", "paged by heads", "paged k|v"])
+def test_pages(source: str, page_size: int) -> None:
+    check(replace(MIXED, source=source, page_size=page_size))
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("source", ["dense", "ragged"])
+@pytest.mark.parametrize("dtype", [HALF, BRAIN])
+def test_contiguous(source: str, dtype: torch.dtype) -> None:
+    check(replace(MIXED, source=source, dtype=dtype))
+    check(replace(MIXED, source=source, dtype=dtype, q_lens=(512, 256), k_lens=(512, 256)))
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 2, 5, 6, 8, 16, 32, 64])
+def test_groups(group: int) -> None:
+    check(replace(MIXED, group=group, source="ragged"))
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [MIXED, LONG], ids=["mixed", "long"])
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"causal": False},
+        {"window": 3},
+        {"window": 200},
+        {"softcap": 20.0},
+        {"sinks": True},
+        {"window": 100, "softcap": 5.0, "sinks": True},
+    ],
+    ids=str,
+)
+def test_rules(case: Case, rules: dict[str, object]) -> None:
+    check(replace(case, **rules))
+
+
+@hopper
+@pytest.mark.gpu
+def test_trees() -> None:
+    check(replace(MIXED, q_lens=(40, 16, 64), k_lens=(340, 16, 900), tree_width=64))
+
+
+@hopper
+@pytest.mark.gpu
+def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
+    case = replace(MIXED, q_lens=(8, 8, 8), k_lens=(20000, 9000, 17))
+    check(case, batch_invariant=True)
+    q, keys, options = make_inputs(replace(case, padding=0), 0)
+    given = {name: options[name] for name in PLANNED}
+    plan = make_plan(q, keys, impl="gluon", batch_invariant=True, **given)
+    together = attend(q, keys, plan=plan, **options)
+    for seq in range(3):
+        some = slice(8 * seq, 8 * seq + 8)
+        alone = replace_sequence(keys, seq)
+        starts = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
+        own = {**given, "cu_seqlens_q": starts}
+        plan = make_plan(q[some], alone, impl="gluon", batch_invariant=True, **own)
+        state = attend(q[some], alone, plan=plan, **{**options, "cu_seqlens_q": starts})
+        assert torch.equal(state.out, together.out[some])
+        assert torch.equal(state.lse, together.lse[some])
+
+
+def replace_sequence(keys, seq: int):
+    return replace(
+        keys, page_table=keys.page_table[seq : seq + 1], seq_lens=keys.seq_lens[seq : seq + 1]
+    )
+
+
+@hopper
+@pytest.mark.gpu
+def test_fuzz() -> None:
+    draw = random.Random(0)
+    for seed in range(40):
+        num_seqs = draw.randint(1, 5)
+        q_lens = tuple(draw.choice([0, 1, 2, 7, 31, 65, 128, 300]) for _ in range(num_seqs))
+        k_lens = tuple(draw.choice([0, 1, 15, 16, 127, 129, 700, 3000]) for _ in range(num_seqs))
+        if not any(q_lens):
+            continue
+        case = replace(
+            MIXED,
+            q_lens=q_lens,
+            k_lens=k_lens,
+            source=draw.choice(["dense", "ragged", "paged"]),
+            window=draw.choice([None, None, 50]),
+            sinks=draw.random() < 0.3,
+            padding=draw.choice([0, 0, 200]),
+        )
+        check(case, seed)
+
+
+@hopper
+@pytest.mark.gpu
+def test_a_graph_is_right_at_other_lengths() -> None:
+    q, keys, options = make_inputs(replace(MIXED, padding=0), 0)
+    graph = torch.cuda.CUDAGraph()
+    attend(q, keys, impl="gluon", **options)
+    with torch.cuda.graph(graph):
+        state = attend(q, keys, impl="gluon", **options)
+    for k_lens in ((7, 300, 31, 64, 0, 0), (130, 1, 600, 0, 77, 0)):
+        keys.seq_lens.copy_(torch.tensor(k_lens, dtype=torch.int32))
+        graph.replay()
+        assert_right(state, q, keys, options)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "not aligned"])
+def test_out_is_written_where_it_is_given(offset: int) -> None:
+    q, keys, options = make_inputs(MIXED, 0)
+    room = torch.full((q.shape[0], q.shape[1], 130), torch.nan, dtype=BRAIN, device="cuda")
+    lse = torch.full(q.shape[:2], torch.nan, device="cuda")
+    out = AttentionState(room[..., offset : 128 + offset], lse)
+    state = attend(q, keys, impl="gluon", out=out, **options)
+    assert_right(state, q, keys, options)
+    assert state.out.data_ptr() == out.out.data_ptr()
+
+
+@hopper
+@pytest.mark.gpu
+def test_what_runs_where() -> None:
+    q, keys, options = make_inputs(MIXED, 0)
+    given = {name: options[name] for name in PLANNED}
+    assert make_plan(q, keys, **given).impl == "gluon"
+    decode, some, chosen = make_inputs(replace(MIXED, q_lens=(1,) * 6, padding=0), 0)
+    given = {name: chosen[name] for name in PLANNED}
+    assert make_plan(decode, some, **given).impl == "triton"
+    small, some, chosen = make_inputs(replace(MIXED, page_size=8), 0)
+    given = {name: chosen[name] for name in PLANNED}
+    assert make_plan(small, some, **given).impl == "triton"
+    with pytest.raises(ValueError, match="at least 16 keys, got 8"):
+        make_plan(small, some, impl="gluon", **given)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")
+def test_another_device_is_refused() -> None:
+    q, keys, options = make_inputs(replace(MIXED, device="cpu", dtype=HALF), 0)
+    with pytest.raises(ValueError, match=r"needs a Hopper GPU .*, got q on cpu"):
+        attend(q, keys, impl="gluon", **options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "window", "is_cut"),
+    [
+        ((8,), (32768,), None, True),  # one block: all processors share its keys
+        ((300, 1), (300, 20000), None, True),  # the long one is cut, the others are not
+        ((0, 3, 5), (0, 7, 0), None, False),
+        ((700,), (1500,), 100, False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("fixed_parts", [False, True])
+def test_items_cover_every_tile_once(
+    q_lens: tuple[int, ...],
+    k_lens: tuple[int, ...],
+    window: int | None,
+    is_cut: bool,
+    fixed_parts: bool,
+) -> None:
+    constants = hopper_constants(
+        select_tiles(128, 128),
+        causal=True,
+        pack=4,
+        num_heads=8,
+        num_kv_heads=2,
+        page_size=0,
+        head_dim_k=128,
+        head_dim_v=128,
+        num_programs=132,
+        fixed_parts=fixed_parts,
+    )
+    items, slots = ordered(q_lens, k_lens, window, constants)
+    firsts = [item[6] for item in items if item[7] == 0]  # of a cut block, its other parts follow
+    assert firsts == sorted(firsts, reverse=True)
+    blocks: dict[tuple[int, int], list[list[int]]] = {}
+    for item in items:
+        blocks.setdefault((item[0], item[1]), []).append(item)
+    used = [item[9] + item[7] for item in items if item[8] > 1]
+    assert len(used) == len(set(used))
+    assert all(slot < slots for slot in used)
+    assert bool(used) == (is_cut or (fixed_parts and max(k_lens) > 64 * 128))
+    for seq, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
+        for first_row in range(0, q_len * 4, 128):
+            parts = sorted(blocks.pop((seq, first_row)), key=lambda item: item[7])
+            assert [part[7] for part in parts] == list(range(parts[0][8]))
+            assert all(a[5] + a[6] == b[5] for a, b in pairwise(parts))
+            last_token = min(first_row + 128, q_len * 4) // 4 - 1
+            first_seen = k_len - q_len + first_row // 4 - (window or k_len) + 1
+            stop = max(min(k_len - q_len + last_token + 1, k_len), 0)
+            start = min(max(first_seen, 0), stop) // 128 if window else 0
+            assert parts[0][5] == start
+            assert parts[-1][5] + parts[-1][6] == max(-(-stop // 128), start + 1)
+    assert not blocks
+
+
+def ordered(q_lens, k_lens, window, constants) -> tuple[list[list[int]], int]:
+    """The items of a batch, as the device would leave them."""
+    starts = torch.tensor([*accumulate(q_lens, initial=0)], dtype=torch.int32)
+    num_tokens, capacity = sum(q_lens), max(k_lens)
+    slots = num_slots(len(q_lens), num_tokens, capacity, constants)
+    buffer = torch.full(
+        (order_size(len(q_lens), num_tokens, slots, constants),), -7, dtype=torch.int32
+    )
+    lens = torch.tensor(k_lens, dtype=torch.int32)
+    order(buffer, starts, lens, None, capacity, num_tokens, window, slots, constants)
+    items = buffer[HEADER.value :][: int(buffer[0]) * ITEM.value].view(-1, ITEM.value)
+    return items.tolist(), slots
