@@ -6,10 +6,10 @@ import torch
 
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.device import capability
+from anabranch.kernels.gluon.boxes import is_aligned, store_refusal
 from anabranch.kernels.gluon.config import HEAD_DIMS, HopperTiles, constants_from
 from anabranch.kernels.gluon.plan import HopperPlan, make_plan
 from anabranch.kernels.triton.merge_tree import Parts
-from anabranch.keys import PLAIN, KeyStore
 from anabranch.state import AttentionState
 
 __all__ = ["attend", "flatten_plan", "make_plan", "prefers", "rebuild_plan", "refusal"]
@@ -49,34 +49,11 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"pages must hold a power of two of at least {MIN_PAGE} keys, got {page}"
     if view.values_in_keys:
         return "values must have a store of their own"
-    if not _is_aligned(q, q.stride(0), q.stride(1)) or q.stride(2) != 1:
+    if not is_aligned(q, q.stride(0), q.stride(1)) or q.stride(2) != 1:
         return f"q must be aligned to 16 bytes in rows and heads, got strides {q.stride()}"
     for name, store in (("k", view.k), ("v", view.v)):
-        if reason := _store_refusal(name, store):
+        if reason := store_refusal(name, store):
             return reason
-    return None
-
-
-def _is_aligned(x: torch.Tensor, *strides: int) -> bool:
-    return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides)
-
-
-def _store_refusal(name: str, store: KeyStore) -> str | None:
-    """Why TMA cannot copy boxes of a store."""
-    if store.format != PLAIN:
-        return f"{name} must be plain, got the format {store.format.name}"
-    if not store.ptr.numel():
-        return f"{name} must hold keys, got shape {tuple(store.ptr.shape)}"
-    if store.dim != 1 or not _is_aligned(store.ptr, store.key, store.head):
-        return f"{name} must be aligned to 16 bytes in keys and heads, got {store.ptr.stride()}"
-    if store.key <= 0 or store.page % store.key:
-        return (
-            f"pages of {name} must begin whole keys apart, got a stride of {store.page} for pages "
-            f"and {store.key} for keys"
-        )
-    num_pages, page_keys, num_heads, dim = store.ptr.shape
-    if max(num_pages * (store.page // store.key) + page_keys, num_heads * store.head + dim) >> 31:
-        return f"{name} must have fewer than 2^31 rows and columns, got {store.ptr.stride()}"
     return None
 
 
@@ -87,7 +64,7 @@ def attend(call: AttendCall, plan: HopperPlan | None, out: AttentionState | None
     queries, _, rules, view = call
     q = queries.packed
     state = out
-    if state is None or not _is_aligned(state.out, *state.out.stride()[:2]):
+    if state is None or not is_aligned(state.out, *state.out.stride()[:2]):
         state = new_state(call)
     if q.shape[0]:
         if plan is None:

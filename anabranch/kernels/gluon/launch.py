@@ -1,22 +1,19 @@
-"""The launch of the Hopper kernel: descriptors for the tensor memory accelerator (TMA)."""
+"""The launch of the Hopper kernel."""
 
 from __future__ import annotations
 
 import math
 
 import torch
-from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from anabranch.kernels.gluon.boxes import key_boxes, row_boxes
 from anabranch.kernels.gluon.config import HopperConstants
 from anabranch.kernels.gluon.kernel import attend_kernel
 from anabranch.kernels.triton.addressing import Rows
 from anabranch.kernels.triton.merge_tree import Parts
-from anabranch.keys import KeyStore, KeyView
+from anabranch.keys import KeyView
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
-
-DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 
 
 def attend(
@@ -63,20 +60,3 @@ def attend(
         maxnreg=c.max_registers,
         **({"launch_pdl": True} if c.overlap else {}),
     )
-
-
-def row_boxes(x: torch.Tensor, pack: int, width: int) -> TensorDescriptor:
-    """Boxes [64 / pack tokens, pack heads, width] of [num_tokens, num_heads, dim]."""
-    block = [64 // pack, pack, width]
-    layout = gl.NVMMASharedLayout.get_default_for(block, DTYPES[x.dtype])
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
-
-
-def key_boxes(store: KeyStore, constants: HopperConstants, width: int) -> TensorDescriptor:
-    """Boxes [keys, width] of a store: a row for each key, a range of columns for each head."""
-    num_pages, page_keys, num_heads, dim = store.ptr.shape
-    rows = min(constants.page_size or constants.block_n, constants.block_n)
-    layout = gl.NVMMASharedLayout.get_default_for([rows, width], DTYPES[store.ptr.dtype])
-    num_rows = (num_pages - 1) * (store.page // store.key) + page_keys
-    shape = [num_rows, (num_heads - 1) * store.head + dim]
-    return TensorDescriptor(store.ptr, shape, [store.key, 1], [rows, width], layout)
