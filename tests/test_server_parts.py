@@ -18,7 +18,7 @@ from tokenizers import Tokenizer, decoders, models  # noqa: E402
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
 from anabranch.server.completion_models import Completion, CompletionChoice  # noqa: E402
-from anabranch.server.deltas import RequestDelta, Teller, pack, unpack  # noqa: E402
+from anabranch.server.deltas import DeltaCursor, RequestDelta, join_deltas, pack, unpack  # noqa: E402
 from anabranch.server.errors import ApiError  # noqa: E402
 from anabranch.server.events import TextEvents, event_of  # noqa: E402
 from anabranch.server.limits import Admission, ServerLimits  # noqa: E402
@@ -73,15 +73,13 @@ def test_deltas_joined_are_the_output(at_once: int) -> None:
         n=3, max_tokens=20, logprobs=2, prompt_logprobs=1, stop=["e"], temperature=1.5, seed=1
     )
     request = llm.engine.add_request("a", "hello the ", params)
-    teller = Teller(request)
+    cursor = DeltaCursor(request)
     told: list[RequestDelta] = []
     for number, _ in enumerate(iter(lambda: llm.engine.has_work and llm.engine.step(), False), 1):
         if number % at_once == 0 or request.finished:
-            told += unpack(pickle.loads(pickle.dumps(pack([teller.delta()]))))
-    whole = told[0]
-    for delta in told[1:]:
-        assert delta.prompt_logprobs is None
-        whole = whole.join(delta)
+            told += unpack(pickle.loads(pickle.dumps(pack([cursor.delta()]))))
+    assert not any(delta.prompt_logprobs for delta in told[1:])
+    whole = join_deltas(told)
     output = request.output()
     assert whole.finished
     assert whole.prompt_logprobs == output.prompt_logprobs
