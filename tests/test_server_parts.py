@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import pickle
 from typing import Any
@@ -18,7 +19,15 @@ from tokenizers import Tokenizer, decoders, models  # noqa: E402
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
 from anabranch.server.completion_models import Completion, CompletionChoice  # noqa: E402
-from anabranch.server.deltas import DeltaCursor, RequestDelta, join_deltas, pack, unpack  # noqa: E402
+from anabranch.server.delta_listener import DeltaListener  # noqa: E402
+from anabranch.server.deltas import (  # noqa: E402
+    ChoiceDelta,
+    DeltaCursor,
+    RequestDelta,
+    join_deltas,
+    pack,
+    unpack,
+)
 from anabranch.server.errors import ApiError  # noqa: E402
 from anabranch.server.events import TextEvents, event_of  # noqa: E402
 from anabranch.server.limits import Admission, ServerLimits  # noqa: E402
@@ -96,6 +105,39 @@ def test_deltas_joined_are_the_output(at_once: int) -> None:
         )
 
 
+class Uncopied(list[int]):
+    """Tokens that may be read once, and not copied into a longer list again and again."""
+
+    def __add__(self, other: Any) -> Any:
+        raise AssertionError("joined pairwise")
+
+    __radd__ = __iadd__ = __add__
+
+
+def test_joining_takes_linear_time() -> None:
+    """Each token is copied once, not once for every delta after it."""
+    deltas = [
+        RequestDelta(
+            "a",
+            [ChoiceDelta(0, "x", Uncopied([i]), Uncopied([0]), Uncopied([i]), [], None, None)],
+            False,
+            0,
+            None,
+        )
+        for i in range(50)
+    ]
+    joined = join_deltas(deltas).choices[0]
+    assert (joined.token_ids, joined.text) == (list(range(50)), "x" * 50)
+
+    async def read() -> list[RequestDelta]:
+        listener = DeltaListener(["a"])
+        for delta in deltas:  # the reader is slow
+            listener.put(delta)
+        return await listener.next()
+
+    assert asyncio.run(read()) == [join_deltas(deltas)]
+
+
 @pytest.mark.parametrize("text", ["", 'a"b\\', "\n\0\x1f\x7f", "€ \u2028 \U0001f30a", "[DONE]"])
 def test_text_is_written_as_its_model_is(text: str) -> None:
     def chunk(index: int, text: str) -> Completion:
@@ -134,6 +176,8 @@ def test_admission_counts_down_whatever_happens() -> None:
         {"max_body_bytes": 0},
         {"max_request_seconds": 0.0},
         {"max_request_seconds": float("inf")},
+        {"header_seconds": 0.0},
+        {"body_seconds": float("nan")},
         {"max_prompt_tokens": 0},
     ],
 )
