@@ -40,6 +40,7 @@ from anabranch.server.channel import Channel  # noqa: E402
 from anabranch.server.deltas import RequestDelta  # noqa: E402
 from anabranch.server.engine_child import EngineLoop  # noqa: E402
 from anabranch.server.engine_process import EngineProcess  # noqa: E402
+from anabranch.server.messages import Broken  # noqa: E402
 from anabranch.server.restarting_engine import RestartingEngine, RestartPolicy  # noqa: E402
 
 LONG = {"prompt": "hello", "max_tokens": CONTEXT - 8, "ignore_eos": True}
@@ -107,15 +108,21 @@ def test_a_dead_engine_ends_every_request(
 
 def test_a_report_that_fails_ends_no_other() -> None:
     sent: list[Any] = []
-    good = SimpleNamespace(request_id="good", finished=True)
-    bad = SimpleNamespace(request_id="bad", finished=True)
+    failed = SimpleNamespace(finish_reason="error")
+    requests = [
+        SimpleNamespace(request_id="bad", seqs=[]),
+        SimpleNamespace(request_id="worse", seqs=[failed], error="no text"),
+        SimpleNamespace(request_id="good", seqs=[]),
+    ]
     delta = RequestDelta("good", [], True, 0, None)
-    engine = SimpleNamespace(step=lambda: [bad, good], abort=lambda _: None)
+    engine = SimpleNamespace(step=lambda: requests, abort=lambda _: None)
     loop = EngineLoop(cast("Any", engine), cast("Any", SimpleNamespace(send=sent.append)), Queue())
-    loop._cursors = cast("Any", {"good": SimpleNamespace(delta=lambda: delta), "bad": None})
+    cursors = {"good": SimpleNamespace(delta=lambda: delta), "bad": None, "worse": None}
+    loop._cursors = cast("Any", cursors)
     loop._step()
-    broken, outputs = sent
-    assert (broken.request_id, [each[0] for each in outputs.packed]) == ("bad", ["good"])
+    bad, worse, outputs = sent
+    assert (bad.request_id, worse) == ("bad", Broken("worse", "no text"))
+    assert [each[0] for each in outputs.packed] == ["good"]
     assert not loop._cursors
 
 

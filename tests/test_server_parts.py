@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import pickle
-from typing import Any
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -18,7 +21,14 @@ from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
-from anabranch.server.completion_models import Completion, CompletionChoice  # noqa: E402
+from anabranch.server.chat import ChatReply  # noqa: E402
+from anabranch.server.chat_models import ChatRequest, Message  # noqa: E402
+from anabranch.server.completion_models import (  # noqa: E402
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+)
+from anabranch.server.completions import CompletionReply  # noqa: E402
 from anabranch.server.delta_listener import DeltaListener  # noqa: E402
 from anabranch.server.deltas import (  # noqa: E402
     ChoiceDelta,
@@ -30,7 +40,10 @@ from anabranch.server.deltas import (  # noqa: E402
 )
 from anabranch.server.errors import ApiError  # noqa: E402
 from anabranch.server.events import TextEvents, event_of  # noqa: E402
-from anabranch.server.limits import Admission, ServerLimits  # noqa: E402
+from anabranch.server.limits import SequenceQuota, ServerLimits  # noqa: E402
+from anabranch.server.messages import Ready  # noqa: E402
+from anabranch.server.served_engine import ServedEngine  # noqa: E402
+from anabranch.server.service import make_service  # noqa: E402
 from anabranch.server.token_texts import TokenStream, TokenTexts  # noqa: E402
 
 TEXT = "hello the € and \U0001f30a\n\tá"
@@ -146,16 +159,36 @@ def test_text_is_written_as_its_model_is(text: str) -> None:
             id="a", object="text_completion", created=1, model='m"', choices=[choice], usage=None
         )
 
-    events = TextEvents(chunk)
+    events = TextEvents()
     for index in (0, 12, 0):
-        written, expected = events.event(index, text), event_of(chunk(index, text))
+        written, expected = events.event(index, text, chunk), event_of(chunk(index, text))
         assert (written[:6], written[-2:]) == (b"data: ", b"\n\n")
         assert b"\n" not in written[:-2]
         assert json.loads(written[6:]) == json.loads(expected[6:])
 
 
+@pytest.mark.parametrize("path", ["completion", "chat"])
+def test_a_reply_is_freed_with_its_last_reference(path: str) -> None:
+    """Without waiting for the garbage collector: it holds the prompt, which may be large."""
+    info = Ready("tiny", tiny_tokenizer(), 300, 64, 4, 16, 16, 0, "cpu")
+    engine = cast("ServedEngine", SimpleNamespace(info=info, num_restarts=0))
+    service = make_service(engine, limits=ServerLimits(), model_name=None, created=0)
+    if path == "chat":
+        turns = [Message(role="user", content="hello")]
+        reply: Any = ChatReply(service, ChatRequest(messages=turns))
+    else:
+        reply = CompletionReply(service, CompletionRequest(prompt="hello"))
+    gone = weakref.ref(reply)
+    gc.disable()
+    try:
+        del reply
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
 def test_admission_counts_down_whatever_happens() -> None:
-    admission = Admission(3)
+    admission = SequenceQuota(3)
     with admission.admit(2):
         with pytest.raises(ApiError) as full, admission.admit(2):
             pass

@@ -59,7 +59,7 @@ class ChatReply:
         self._service, self._body = service, body
         self._head = Head("chatcmpl", service.model_name)
         self._greeted: set[int] = set()
-        self._texts = TextEvents(self._text_chunk)
+        self._texts = TextEvents()
         self._usage = ChunkUsage(body)
         self._origins = OriginWriter(service.texts, body.skip_special_tokens is False)
         self._prompt: list[int] = []
@@ -104,7 +104,7 @@ class ChatReply:
 
     def _event(self, choice: ChoiceDelta, delta: RequestDelta) -> bytes:
         if self._sends_only_text and choice.finish_reason is None:
-            return self._texts.event(choice.number, choice.text)
+            return self._texts.event(choice.number, choice.text, self._text_chunk)
         said = AssistantMessage.model_validate({"content": choice.text})
         num_tokens, num_cached = len(choice.token_ids), delta.num_cached_tokens
         usage = self._usage.fields(choice.number, self._prompt, num_tokens, num_cached)

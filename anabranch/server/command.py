@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from anabranch.engine.config import EngineConfig
 from anabranch.server.app import make_app
 from anabranch.server.engine_process import Progress
+from anabranch.server.heap import return_large_blocks
 from anabranch.server.http_server import HttpServer
 from anabranch.server.limits import ServerLimits
 from anabranch.server.restarting_engine import RestartingEngine, RestartPolicy
@@ -48,6 +49,7 @@ def serve(
         raise ValueError(f"drain_seconds must be at least 0, got {drain_seconds}")
     policy = RestartPolicy(max_restarts=max_engine_restarts)
     check_address(host, port)
+    return_large_blocks()
     # uvicorn raises a signal again when it has drained; this lets the engine be closed, too
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with progress or nullcontext() as advance:

@@ -55,7 +55,7 @@ class CompletionReply:
         self._prompts: list[list[int]] = []
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # by place
         self._offsets: dict[int, int] = {}  # by choice: where its next token begins
-        self._texts = TextEvents(self._text_chunk)
+        self._texts = TextEvents()
         self._usage = ChunkUsage(body)
         self._origins = OriginWriter(service.texts, body.skip_special_tokens is False)
         self._given = _listed(body.prompt)
@@ -98,7 +98,7 @@ class CompletionReply:
         index = place * self._body.num_choices + choice.number
         has_begun = index in self._offsets
         if has_begun and self._sends_only_text and choice.finish_reason is None:
-            return self._texts.event(index, choice.text)
+            return self._texts.event(index, choice.text, self._text_chunk)
         num_tokens = len(choice.token_ids) if self._body.max_tokens != 0 else 0
         num_cached = delta.num_cached_tokens
         usage = self._usage.fields(index, self._prompts[place], num_tokens, num_cached)

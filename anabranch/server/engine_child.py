@@ -82,6 +82,10 @@ class EngineLoop:
     def _step(self) -> None:
         deltas: list[RequestDelta] = []
         for request in self._engine.step():
+            if any(seq.finish_reason == "error" for seq in request.seqs):
+                self._cursors.pop(request.request_id, None)
+                self._channel.send(Broken(request.request_id, getattr(request, "error", "")))
+                continue
             try:
                 deltas.append(self._cursors[request.request_id].delta())
             except Exception as error:

@@ -35,7 +35,7 @@ class ServerLimits:
             raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
 
 
-class Admission:
+class SequenceQuota:
     """Counts the sequences that were taken on and are not over."""
 
     def __init__(self, capacity: int) -> None:

@@ -9,7 +9,7 @@ from fastapi import Request
 
 from anabranch.server.encoding_threads import EncodingThreads
 from anabranch.server.errors import ApiError
-from anabranch.server.limits import Admission, ServerLimits
+from anabranch.server.limits import SequenceQuota, ServerLimits
 from anabranch.server.metrics import Metrics
 from anabranch.server.open_requests import OpenRequests
 from anabranch.server.prompt_encoder import PromptEncoder
@@ -24,7 +24,7 @@ class Service:
     engine: ServedEngine
     model_name: str
     limits: ServerLimits
-    admission: Admission
+    admission: SequenceQuota
     open_requests: OpenRequests
     encoder: PromptEncoder
     encoding: EncodingThreads
@@ -58,7 +58,7 @@ def make_service(
         engine=engine,
         model_name=name,
         limits=limits,
-        admission=Admission(info.max_num_seqs + limits.max_queue),
+        admission=SequenceQuota(info.max_num_seqs + limits.max_queue),
         open_requests=OpenRequests(limits.max_request_seconds),
         encoder=PromptEncoder(
             info.tokenizer,
