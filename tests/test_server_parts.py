@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
+from anabranch.server.app import make_app  # noqa: E402
 from anabranch.server.chat import ChatReply  # noqa: E402
 from anabranch.server.chat_models import ChatRequest, Message  # noqa: E402
 from anabranch.server.completion_models import (  # noqa: E402
@@ -43,7 +44,7 @@ from anabranch.server.events import TextEvents, event_of  # noqa: E402
 from anabranch.server.limits import SequenceQuota, ServerLimits  # noqa: E402
 from anabranch.server.messages import Ready  # noqa: E402
 from anabranch.server.served_engine import ServedEngine  # noqa: E402
-from anabranch.server.service import make_service  # noqa: E402
+from anabranch.server.service import Service, make_service  # noqa: E402
 from anabranch.server.token_texts import TokenStream, TokenTexts  # noqa: E402
 
 TEXT = "hello the € and \U0001f30a\n\tá"
@@ -185,6 +186,13 @@ def test_a_reply_is_freed_with_its_last_reference(path: str) -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("origins", ["http://page.example", ["page.example"], ["http://a/b"]])
+def test_origins_that_no_browser_sends_are_refused(origins: Any) -> None:
+    service = cast("Service", SimpleNamespace(limits=ServerLimits()))
+    with pytest.raises(ValueError, match="cors_origins"):
+        make_app(service, cors_origins=origins)
 
 
 def test_admission_counts_down_whatever_happens() -> None:

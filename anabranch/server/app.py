@@ -42,6 +42,7 @@ def make_app(
     for module in (completions, chat, model_endpoints, status_endpoints, markdown):
         app.include_router(module.router)
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
+    _check_origins(cors_origins)
     if cors_origins:  # outside the gate: a browser asks without the key first
         app.add_middleware(
             CORSMiddleware,
@@ -51,6 +52,15 @@ def make_app(
         )
     _serve_pages(app)
     return app
+
+
+def _check_origins(origins: Sequence[str]) -> None:
+    for origin in origins:
+        scheme, _, host = origin.partition("://")
+        if origin != "*" and (scheme not in ("http", "https") or not host or "/" in host):
+            raise ValueError(
+                f"cors_origins must hold '*' or origins like https://page.example, got {origin!r}"
+            )
 
 
 def _serve_pages(app: FastAPI) -> None:
