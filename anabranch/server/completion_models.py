@@ -44,7 +44,7 @@ class CompletionRequest(SamplingFields):
     )
     echo: bool | None = described(False, "Return the prompt ahead of its completion.", True)
     best_of: int | None = described(None, "Supported only where it equals n.", 1, ge=1)
-    suffix: Text | None = described(None, "Not supported.", "")
+    suffix: Text | None = described(None, "Not supported.", None)
     add_special_tokens: bool | None = described(
         True, "Add the tokenizer's special tokens to prompts given as text.", True
     )

@@ -36,8 +36,12 @@ class StrictModel(BaseModel):
 
 
 def described(default: Any, meaning: str, example: Any, **rules: Any) -> Any:
-    """A field of a request with what the OpenAPI document says of it; `...` if it is required."""
-    return Field(default, description=meaning, examples=[example], **rules)
+    """A field of a request with what the OpenAPI document says of it.
+
+    A default of `...` makes it required. An example of None stands for none: no value is accepted.
+    """
+    examples = None if example is None else [example]
+    return Field(default, description=meaning, examples=examples, **rules)
 
 
 class StreamOptions(StrictModel):
