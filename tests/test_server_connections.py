@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -78,18 +79,16 @@ def test_bytes_now_and_then_do_not_keep_a_connection(engine: EngineProcess, read
         connection, ended = connect(server), threading.Event()
 
         def drip() -> None:
-            with pytest.raises(OSError):
+            with contextlib.suppress(OSError):
                 while not ended.wait(0.02):
                     connection.send(b"x")
-                connection.send(b"x")
-                connection.send(b"x")
 
         with connection, ThreadPoolExecutor(1) as pool:
             connection.sendall(start)
-            dripping = pool.submit(drip)
+            until(lambda: not is_alone(server))
+            pool.submit(drip)
             until(lambda: is_alone(server))
             ended.set()
-            dripping.result()
 
 
 def test_half_a_second_request_ends_silently_or_with_an_error(engine: EngineProcess) -> None:
