@@ -14,29 +14,24 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-import uvicorn
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizer_families import SPECIAL, tokenizer_of
 
 from anabranch.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.server.app import make_app
-from anabranch.server.engine_process import EngineProcess
+from anabranch.server.http_server import HttpServer
 from anabranch.server.limits import ServerLimits
+from anabranch.server.served_engine import ServedEngine
 from anabranch.server.service import Service, make_service
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engines' processes: tests share the cores
 CONTEXT = 1024
-MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "t"), ("Ġt", "he")]
-SPECIAL = ["<end>", "<user>", "<assistant>", "<system>"]
-CHAT_TEMPLATE = (
-    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}"
-    "{% if add_generation_prompt %}<assistant>{% endif %}"
-)
 _directory = tempfile.TemporaryDirectory()
 
 
 class Server(NamedTuple):
     url: str
     service: Service
+    http: HttpServer
 
     @property
     def v1(self) -> str:
@@ -44,18 +39,7 @@ class Server(NamedTuple):
 
 
 def tiny_tokenizer() -> Any:
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*SPECIAL, *letters, *("".join(merge) for merge in MERGES)]
-    bpe = models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=MERGES)
-    tokenizer = Tokenizer(bpe)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token="<end>",
-        additional_special_tokens=SPECIAL[1:],
-        chat_template=CHAT_TEMPLATE,
-    )
+    return tokenizer_of("byte-level")
 
 
 @cache
@@ -95,14 +79,19 @@ def engine_config(**options: Any) -> EngineConfig:
 
 @contextlib.contextmanager
 def running_server(
-    engine: EngineProcess, *, api_key: str | None = None, **limits: Any
+    engine: ServedEngine,
+    *,
+    api_key: str | None = None,
+    cors_origins: tuple[str, ...] = (),
+    drain_seconds: float = 60.0,
+    **limits: Any,
 ) -> Iterator[Server]:
     """An engine served on a free port of this machine, by a thread."""
     service = make_service(
         engine, limits=ServerLimits(**limits), model_name="tiny", created=int(time.time())
     )
-    app = make_app(service, api_key=api_key)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", lifespan="off"))
+    app = make_app(service, api_key=api_key, cors_origins=cors_origins)
+    server = HttpServer(app, service, drain_seconds=drain_seconds, log_level="critical")
     # asyncio sends at once only on sockets that say they are TCP's
     with socket.socket(proto=socket.IPPROTO_TCP) as listener:
         listener.bind(("127.0.0.1", 0))
@@ -110,7 +99,7 @@ def running_server(
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
         thread.start()
         until(lambda: server.started)
-        yield Server(f"http://127.0.0.1:{port}", service)
+        yield Server(f"http://127.0.0.1:{port}", service, server)
         server.should_exit = True
         thread.join(20)
 

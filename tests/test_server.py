@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -24,6 +25,7 @@ from anabranch.engine.config import EngineConfig  # noqa: E402
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
 from anabranch.server.engine_process import EngineProcess  # noqa: E402
+from anabranch.server.errors import RequestBroken  # noqa: E402
 
 MAX_QUEUE = 8
 PROMPTS = ["hello the hello the ", "€uro the ", "x"]
@@ -165,6 +167,119 @@ def test_chat_whole_and_streamed(client: Any) -> None:
         for entry in content:
             assert len(entry.top_logprobs) == 3
             assert entry.logprob == max(top.logprob for top in entry.top_logprobs)
+
+
+TOKENS_IN_CHUNKS = {"include_usage": True, "continuous_usage_stats": True}
+
+
+@pytest.mark.parametrize("logprobs", [{}, {"logprobs": 1}])
+def test_usage_in_every_chunk(server: Server, logprobs: dict[str, Any]) -> None:
+    """Of the chunk's own choice and prompt, and of all in the end, as vLLM sends it."""
+    options = {"stream": True, "stream_options": TOKENS_IN_CHUNKS, "n": 2, "ignore_eos": True}
+    sizes = [len(post(server, "/tokenize", {"prompt": p}).json()["tokens"]) for p in PROMPTS]
+    body = GREEDY | options | logprobs | {"prompt": PROMPTS, "return_token_ids": True}
+    *chunks, last = events(post(server, "/v1/completions", body))
+    seen = [0] * 6
+    for chunk in chunks:
+        (choice,), usage = chunk["choices"], chunk["usage"]
+        seen[choice["index"]] += len(choice["token_ids"])
+        assert usage["prompt_tokens"] == sizes[choice["index"] // 2]
+        assert usage["completion_tokens"] == seen[choice["index"]]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    assert seen == [24] * 6
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 24 * 6
+
+
+def test_usage_in_every_chunk_of_a_chat(server: Server) -> None:
+    options = {"stream": True, "stream_options": TOKENS_IN_CHUNKS, "ignore_eos": True}
+    hello, *chunks, last = events(post(server, "/v1/chat/completions", CHAT | options))
+    assert hello["usage"]["completion_tokens"] == 0
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts) and counts[-1] == 24
+    assert last["usage"] == chunks[-1]["usage"]
+    options["stream_options"] = {"continuous_usage_stats": True}  # nothing without include_usage
+    assert "usage" not in events(post(server, "/v1/chat/completions", CHAT | options))[-1]
+
+
+USER_PARTS = [{"role": "user", "content": [{"type": "text", "text": "hello the"}]}]
+TOOL_BODIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "GuideLLM, text": (
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "stream": True,
+            "stream_options": TOKENS_IN_CHUNKS,
+            "max_tokens": 12,
+            "stop": None,
+            "ignore_eos": True,
+            "prompt": "hello the",
+        },
+    ),
+    "GuideLLM, chat": (
+        "/v1/chat/completions",
+        {
+            "model": "tiny",
+            "stream": True,
+            "stream_options": TOKENS_IN_CHUNKS,
+            "max_completion_tokens": 12,
+            "stop": None,
+            "ignore_eos": True,
+            "messages": USER_PARTS,
+        },
+    ),
+    "GuideLLM 0.3, text": (
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "max_tokens": 12,
+            "max_completion_tokens": 12,
+            "stop": None,
+            "ignore_eos": True,
+            "prompt": "hello the",
+        },
+    ),
+    "vllm bench serve, openai": (
+        "/v1/completions",
+        {
+            "model": "tiny",
+            "prompt": "hello the",
+            "repetition_penalty": 1.0,
+            "max_tokens": 12,
+            "logprobs": None,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "temperature": 0.0,
+        },
+    ),
+    "vllm bench serve, openai-chat": (
+        "/v1/chat/completions",
+        {
+            "model": "tiny",
+            "messages": USER_PARTS,
+            "max_completion_tokens": 12,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "top_p": 1.0,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TOOL_BODIES)
+def test_bodies_of_load_generators(server: Server, name: str) -> None:
+    path, body = TOOL_BODIES[name]
+    answer = post(server, path, body, headers={"x-request-id": "benchmark-1"})
+    assert answer.status_code == 200, answer.text
+    *chunks, last = events(answer)
+    said = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(each["text"] if "text" in each else each["delta"]["content"] for each in said)
+    assert last["choices"] == [] and last["usage"]["completion_tokens"] == 12
+    assert last["usage"]["prompt_tokens"] > 0
 
 
 def greets(chunk: Any) -> bool:
@@ -381,6 +496,142 @@ def test_chats_that_are_refused(server: Server, changes: dict[str, Any]) -> None
     assert answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "changes", "param", "say"),
+    [
+        ("", {"stream": True, "stream_options": {"foo": 1}}, "stream_options.foo", "leave it out"),
+        ("", {"stream_options": {"include_usage": 1}}, "stream_options.include_usage", "boolean"),
+        ("", {"max_tokens": 2, "max_completion_tokens": 3}, None, "differ"),
+        ("/chat", {"messages": [{"role": "user", "text": "x"}]}, "messages.0.content", "required"),
+        (
+            "/chat",
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "1"}]},
+            "messages.0.tool_call_id",
+            "leave it out",
+        ),
+        ("/chat", {"tools": [{"type": "function"}]}, "tools", "not supported"),
+        ("/chat", {"tool_choice": "required"}, "tool_choice", "not supported"),
+        ("/chat", {"tool_choice": {"type": "function"}}, "tool_choice", "not supported"),
+        ("/chat", {"response_format": {"type": "json_object"}}, "response_format", "not supported"),
+        (
+            "/chat",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            "response_format",
+            "'json_schema' is not supported",
+        ),
+    ],
+)
+def test_the_field_at_fault_is_named(
+    server: Server, path: str, changes: dict[str, Any], param: str | None, say: str
+) -> None:
+    body = ({"messages": CHAT["messages"]} if path else {"prompt": "a"}) | changes
+    answer = post(server, f"/v1{path}/completions", body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param), error
+    assert say in error["message"]
+    assert error["message"].startswith(param or "body") or "not supported" in say
+
+
+HARMLESS = {
+    "metadata": {"run": "7", "nested": {"a": 1}},
+    "store": True,
+    "service_tier": "auto",
+    "parallel_tool_calls": False,
+    "reasoning_effort": "low",
+    "user": "ada",
+    "safety_identifier": "x",
+    "prompt_cache_key": "x",
+}
+
+
+def test_harmless_fields_have_no_effect(server: Server) -> None:
+    for path, body in (
+        ("/v1/completions", GREEDY | {"prompt": "hello"}),
+        ("/v1/chat/completions", CHAT),
+    ):
+        plain = post(server, path, body).json()["choices"]
+        for name, value in HARMLESS.items():
+            assert post(server, path, body | {name: value}).json()["choices"] == plain
+    empty = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}}
+    assert post(server, "/v1/chat/completions", CHAT | empty).json()["choices"] == plain
+    schemas = httpx.get(f"{server.url}/openapi.json").json()["components"]["schemas"]
+    for name in HARMLESS:
+        described = schemas["ChatRequest"]["properties"][name]["description"]
+        assert "without effect" in described
+
+
+REQUESTS = [
+    "CompletionRequest",
+    "ChatRequest",
+    "StreamOptions",
+    "Message",
+    "TextPart",
+    "TokenizeRequest",
+    "DetokenizeRequest",
+]
+NUMBERS_WITHOUT_BOUNDS = {"best_of"}
+
+
+def test_the_document_explains_every_field(server: Server) -> None:
+    """With an example that is accepted, and the default that holds where a field is left out."""
+    document = httpx.get(f"{server.url}/openapi.json").json()
+    for schema in REQUESTS:
+        described = document["components"]["schemas"][schema]
+        for name, field in described["properties"].items():
+            assert field["description"] and ("examples" in field or name == "suffix"), name
+            if name not in described.get("required", ()):
+                assert "default" in field or field["anyOf"][-1] == {"type": "null"}, name
+            for kind in field.get("anyOf", [field]):
+                if kind.get("type") in ("integer", "number") and name not in NUMBERS_WITHOUT_BOUNDS:
+                    assert {"minimum", "exclusiveMinimum"} & kind.keys(), name
+                    assert {"maximum", "exclusiveMaximum"} & kind.keys(), name
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    defaults = {"temperature": 1.0, "top_p": 1.0, "n": 1, "stream": False, "top_k": 0}
+    assert {name: fields[name]["default"] for name in defaults} == defaults
+    plain = post(server, "/v1/completions", GREEDY | {"prompt": "hello", "seed": 1}).json()
+    stated = {name: fields[name]["default"] for name in fields if fields[name].get("default")}
+    stated |= GREEDY | {"prompt": "hello", "seed": 1, "add_generation_prompt": None}
+    del stated["add_generation_prompt"]
+    assert post(server, "/v1/completions", stated).json()["choices"] == plain["choices"]
+
+
+def test_browsers_of_other_origins(engine: EngineProcess, server: Server) -> None:
+    origin = "http://page.example"
+    asks = {
+        "origin": origin,
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization,content-type",
+    }
+    closed = httpx.options(f"{server.v1}/chat/completions", headers=asks)
+    assert closed.status_code == 405
+    assert "access-control-allow-origin" not in closed.headers
+    with running_server(engine, api_key="s3cret", cors_origins=(origin,)) as opened:
+        asked = httpx.options(f"{opened.v1}/chat/completions", headers=asks)
+        assert asked.status_code == 200
+        assert asked.headers["access-control-allow-origin"] == origin
+        assert "authorization" in asked.headers["access-control-allow-headers"].lower()
+        refused = post(opened, "/v1/chat/completions", CHAT, headers={"origin": origin})
+        assert refused.status_code == 401  # and the page may read why
+        assert refused.headers["access-control-allow-origin"] == origin
+        other = httpx.get(f"{opened.url}/health", headers={"origin": "http://other.example"})
+        assert other.headers.get("access-control-allow-origin") != "http://other.example"
+
+
+def test_giant_prompts_at_once_cost_nothing(server: Server) -> None:
+    with ThreadPoolExecutor(8) as pool:
+        body = {"prompt": "hello the " * 9_000}
+        calls = [pool.submit(post, server, "/v1/completions", body) for _ in range(8)]
+        for call in calls:
+            error = call.result().json()["error"]
+            assert (error["param"], error["code"]) == ("prompt", "context_length_exceeded")
+            assert "bytes" in error["message"]
+    turns = [{"role": "user", "content": "hello the " * 900}] * 10
+    for path in ("/v1/chat/completions", "/tokenize"):
+        refused = post(server, path, {"messages": turns})
+        assert refused.json()["error"]["code"] == "context_length_exceeded"
+    assert post(server, "/detokenize", {"tokens": [5] * (CONTEXT + 1)}).status_code == 400
+
+
 def test_what_is_not_there(server: Server) -> None:
     unknown = post(server, "/v1/completions", {"prompt": "a", "model": "other"})
     assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
@@ -406,6 +657,24 @@ def test_keys(engine: EngineProcess) -> None:
         wrong = openai.OpenAI(base_url=guarded.v1, api_key="hölle", max_retries=0)
         with pytest.raises((openai.AuthenticationError, UnicodeEncodeError)):
             wrong.models.list()
+
+
+def test_an_error_at_one_request_ends_no_other(server: Server) -> None:
+    """What the engine's loop does not expect of a request is that request's error."""
+    engine = cast("EngineProcess", server.service.engine)
+
+    async def run() -> None:
+        async for _ in engine.generate({"x": [1]}, cast("SamplingParams", None)):
+            pass
+
+    with ThreadPoolExecutor(4) as pool:
+        request = long_request() | {"stream": False, "max_tokens": 100}
+        calls = [pool.submit(post, server, "/v1/completions", request) for _ in range(4)]
+        until(lambda: server.service.admission.num_open == 4)
+        with pytest.raises(RequestBroken, match="AttributeError"):
+            asyncio.run_coroutine_threadsafe(run(), engine._loop).result(60)
+        assert [call.result().status_code for call in calls] == [200] * 4
+    assert httpx.get(f"{server.url}/health").status_code == 200
 
 
 def long_request() -> dict[str, Any]:

@@ -12,7 +12,6 @@ from fastapi import FastAPI  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
 from anabranch.server import chat, chat_models, completions, model_endpoints  # noqa: E402
 from anabranch.server.completion_models import CompletionRequest  # noqa: E402
-from anabranch.server.field_docs import document_fields  # noqa: E402
 
 BODIES = (
     chat_models.ChatRequest,
@@ -27,7 +26,6 @@ def schemas() -> dict[str, dict[str, dict[str, object]]]:
     app = FastAPI()
     for module in (completions, chat, model_endpoints):
         app.include_router(module.router)
-    document_fields(app)
     return app.openapi()["components"]["schemas"]
 
 

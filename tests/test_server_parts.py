@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import json
 import pickle
-from typing import Any
+import weakref
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,11 +21,30 @@ from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
-from anabranch.server.completion_models import Completion, CompletionChoice  # noqa: E402
-from anabranch.server.deltas import RequestDelta, Teller, pack, unpack  # noqa: E402
+from anabranch.server.app import make_app  # noqa: E402
+from anabranch.server.chat import ChatReply  # noqa: E402
+from anabranch.server.chat_models import ChatRequest, Message  # noqa: E402
+from anabranch.server.completion_models import (  # noqa: E402
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+)
+from anabranch.server.completions import CompletionReply  # noqa: E402
+from anabranch.server.delta_listener import DeltaListener  # noqa: E402
+from anabranch.server.deltas import (  # noqa: E402
+    ChoiceDelta,
+    DeltaCursor,
+    RequestDelta,
+    join_deltas,
+    pack,
+    unpack,
+)
 from anabranch.server.errors import ApiError  # noqa: E402
 from anabranch.server.events import TextEvents, event_of  # noqa: E402
-from anabranch.server.limits import Admission, ServerLimits  # noqa: E402
+from anabranch.server.limits import SequenceQuota, ServerLimits  # noqa: E402
+from anabranch.server.messages import Ready  # noqa: E402
+from anabranch.server.served_engine import ServedEngine  # noqa: E402
+from anabranch.server.service import Service, make_service  # noqa: E402
 from anabranch.server.token_texts import TokenStream, TokenTexts  # noqa: E402
 
 TEXT = "hello the € and \U0001f30a\n\tá"
@@ -73,15 +96,13 @@ def test_deltas_joined_are_the_output(at_once: int) -> None:
         n=3, max_tokens=20, logprobs=2, prompt_logprobs=1, stop=["e"], temperature=1.5, seed=1
     )
     request = llm.engine.add_request("a", "hello the ", params)
-    teller = Teller(request)
+    cursor = DeltaCursor(request)
     told: list[RequestDelta] = []
     for number, _ in enumerate(iter(lambda: llm.engine.has_work and llm.engine.step(), False), 1):
         if number % at_once == 0 or request.finished:
-            told += unpack(pickle.loads(pickle.dumps(pack([teller.delta()]))))
-    whole = told[0]
-    for delta in told[1:]:
-        assert delta.prompt_logprobs is None
-        whole = whole.join(delta)
+            told += unpack(pickle.loads(pickle.dumps(pack([cursor.delta()]))))
+    assert not any(delta.prompt_logprobs for delta in told[1:])
+    whole = join_deltas(told)
     output = request.output()
     assert whole.finished
     assert whole.prompt_logprobs == output.prompt_logprobs
@@ -98,6 +119,39 @@ def test_deltas_joined_are_the_output(at_once: int) -> None:
         )
 
 
+class Uncopied(list[int]):
+    """Tokens that may be read once, and not copied into a longer list again and again."""
+
+    def __add__(self, other: Any) -> Any:
+        raise AssertionError("joined pairwise")
+
+    __radd__ = __iadd__ = __add__
+
+
+def test_joining_takes_linear_time() -> None:
+    """Each token is copied once, not once for every delta after it."""
+    deltas = [
+        RequestDelta(
+            "a",
+            [ChoiceDelta(0, "x", Uncopied([i]), Uncopied([0]), Uncopied([i]), [], None, None)],
+            False,
+            0,
+            None,
+        )
+        for i in range(50)
+    ]
+    joined = join_deltas(deltas).choices[0]
+    assert (joined.token_ids, joined.text) == (list(range(50)), "x" * 50)
+
+    async def read() -> list[RequestDelta]:
+        listener = DeltaListener(["a"])
+        for delta in deltas:  # the reader is slow
+            listener.put(delta)
+        return await listener.next()
+
+    assert asyncio.run(read()) == [join_deltas(deltas)]
+
+
 @pytest.mark.parametrize("text", ["", 'a"b\\', "\n\0\x1f\x7f", "€ \u2028 \U0001f30a", "[DONE]"])
 def test_text_is_written_as_its_model_is(text: str) -> None:
     def chunk(index: int, text: str) -> Completion:
@@ -106,16 +160,43 @@ def test_text_is_written_as_its_model_is(text: str) -> None:
             id="a", object="text_completion", created=1, model='m"', choices=[choice], usage=None
         )
 
-    events = TextEvents(chunk)
+    events = TextEvents()
     for index in (0, 12, 0):
-        written, expected = events.event(index, text), event_of(chunk(index, text))
+        written, expected = events.event(index, text, chunk), event_of(chunk(index, text))
         assert (written[:6], written[-2:]) == (b"data: ", b"\n\n")
         assert b"\n" not in written[:-2]
         assert json.loads(written[6:]) == json.loads(expected[6:])
 
 
+@pytest.mark.parametrize("path", ["completion", "chat"])
+def test_a_reply_is_freed_with_its_last_reference(path: str) -> None:
+    """Without waiting for the garbage collector: it holds the prompt, which may be large."""
+    info = Ready("tiny", tiny_tokenizer(), 300, 64, 4, 16, 16, 0, "cpu")
+    engine = cast("ServedEngine", SimpleNamespace(info=info, num_restarts=0))
+    service = make_service(engine, limits=ServerLimits(), model_name=None, created=0)
+    if path == "chat":
+        turns = [Message(role="user", content="hello")]
+        reply: Any = ChatReply(service, ChatRequest(messages=turns))
+    else:
+        reply = CompletionReply(service, CompletionRequest(prompt="hello"))
+    gone = weakref.ref(reply)
+    gc.disable()
+    try:
+        del reply
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("origins", ["http://page.example", ["page.example"], ["http://a/b"]])
+def test_origins_that_no_browser_sends_are_refused(origins: Any) -> None:
+    service = cast("Service", SimpleNamespace(limits=ServerLimits()))
+    with pytest.raises(ValueError, match="cors_origins"):
+        make_app(service, cors_origins=origins)
+
+
 def test_admission_counts_down_whatever_happens() -> None:
-    admission = Admission(3)
+    admission = SequenceQuota(3)
     with admission.admit(2):
         with pytest.raises(ApiError) as full, admission.admit(2):
             pass
@@ -136,6 +217,8 @@ def test_admission_counts_down_whatever_happens() -> None:
         {"max_body_bytes": 0},
         {"max_request_seconds": 0.0},
         {"max_request_seconds": float("inf")},
+        {"header_seconds": 0.0},
+        {"body_seconds": float("nan")},
         {"max_prompt_tokens": 0},
     ],
 )

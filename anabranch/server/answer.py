@@ -1,7 +1,7 @@
 """Runs a request and writes its answer, at once or as server-sent events.
 
-A client that goes away takes its request with it. Nothing is sent before the first token, so
-that whatever fails until then is answered with its own status.
+A request ends when its client leaves. Nothing is sent before the first token, so that whatever
+fails until then is answered with its own status.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from anabranch.engine.async_llm import EngineDead
-from anabranch.server.deltas import RequestDelta
-from anabranch.server.errors import as_api_error
+from anabranch.server.deltas import RequestDelta, join_deltas
+from anabranch.server.errors import EXPECTED_ERRORS, as_api_error
 from anabranch.server.events import DONE, as_json
 from anabranch.server.protocol import Usage
 from anabranch.server.reply import Reply, count_usage
 from anabranch.server.service import Service
 
-LAST_WORDS_SECONDS = 5.0  # to tell a client why its stream ends
+LAST_EVENT_SECONDS = 5.0  # for a client to read why its stream ends
+LARGE_ANSWER = 1000  # logprobs or tokens; written in a thread beside the event loop
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -61,13 +61,13 @@ class Answer(Response):
             work.result()
 
     async def _work(self, send: Send) -> None:
-        reply = self._reply
-        limit = self._service.limits.max_request_seconds
+        service, reply = self._service, self._reply
         write = self._stream if reply.streams else self._send_whole
         try:
-            with self._service.admission.admit(reply.num_prompts * reply.params.n):
-                async with asyncio.timeout(limit):
-                    self._prompts = await asyncio.to_thread(reply.encode)
+            with service.admission.admit(reply.num_prompts * reply.params.n):
+                async with service.open_requests.limited():
+                    encode = service.encoding.run(reply.num_chars, reply.encode)
+                    self._prompts = await encode
                     async with aclosing(self._deltas()) as deltas:
                         await write(deltas, send)
         except Exception as error:
@@ -76,7 +76,7 @@ class Answer(Response):
             await self._end_stream(error, send)
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, RequestDelta]]:
-        """What is new, with the place of its prompt."""
+        """What is new, with the index of its prompt."""
         ids = [secrets.token_hex(8) for _ in self._prompts]
         place_of = {request_id: place for place, request_id in enumerate(ids)}
         prompts = dict(zip(ids, self._prompts, strict=True))
@@ -97,14 +97,18 @@ class Answer(Response):
     async def _send_whole(
         self, deltas: AsyncGenerator[tuple[int, RequestDelta]], send: Send
     ) -> None:
-        parts: dict[int, list[RequestDelta]] = {}
+        parts: list[list[RequestDelta]] = [[] for _ in self._prompts]
         async for place, delta in deltas:
-            parts.setdefault(place, []).append(delta)
-        joined = [_joined(parts[place]) for place in range(len(self._prompts))]
-        body = as_json(self._reply.whole(joined, self._usage()))
+            parts[place].append(delta)
+        large = self._num_output * (1 + (self._reply.params.logprobs or 0)) > LARGE_ANSWER
+        body = await asyncio.to_thread(self._body, parts) if large else self._body(parts)
         headers = [*_JSON, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+    def _body(self, parts: list[list[RequestDelta]]) -> bytes:
+        joined = [join_deltas(deltas) for deltas in parts]
+        return as_json(self._reply.whole(joined, self._usage()))
 
     async def _stream(self, deltas: AsyncGenerator[tuple[int, RequestDelta]], send: Send) -> None:
         async for place, delta in deltas:
@@ -119,11 +123,11 @@ class Answer(Response):
     async def _end_stream(self, error: Exception, send: Send) -> None:
         """A status was sent already, so the error becomes an event."""
         known = as_api_error(error)
-        if known.status_code == 500 and not isinstance(error, EngineDead):
+        if known.status_code == 500 and not isinstance(error, EXPECTED_ERRORS):
             traceback.print_exception(error, file=sys.stderr)
         event = f"data: {known.body}\n\n".encode()
         with contextlib.suppress(TimeoutError):  # a client that reads nothing
-            async with asyncio.timeout(LAST_WORDS_SECONDS):
+            async with asyncio.timeout(LAST_EVENT_SECONDS):
                 await send({"type": "http.response.body", "body": event})
 
     def _usage(self) -> Usage:
@@ -133,10 +137,3 @@ class Answer(Response):
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-def _joined(deltas: Sequence[RequestDelta]) -> RequestDelta:
-    whole = deltas[0]
-    for delta in deltas[1:]:
-        whole = whole.join(delta)
-    return whole

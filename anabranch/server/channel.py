@@ -63,7 +63,7 @@ class Channel:
                 self._connection.send(item[0])
         except OSError:
             pass  # the reader sees the end, too
-        except Exception:  # a message that cannot be pickled: better an end than a silence
+        except Exception:  # a message that cannot be pickled: an end is better than silence
             traceback.print_exc()
             self._hang_up()
 
@@ -72,4 +72,8 @@ class Channel:
             while True:
                 self._receive(self._connection.recv())
         except (EOFError, OSError):
-            self._closed()
+            pass
+        except Exception:  # a message that cannot be read: an end is better than silence
+            traceback.print_exc()
+            self._hang_up()
+        self._closed()

@@ -22,16 +22,17 @@ from anabranch.server.chat_models import (
     TopLogprob,
 )
 from anabranch.server.deltas import ChoiceDelta, RequestDelta
-from anabranch.server.errors import REFUSALS, ApiError, blaming_the_request
+from anabranch.server.errors import REFUSALS, ApiError, blaming_the_request, unsupported
 from anabranch.server.events import TextEvents, event_of
 from anabranch.server.protocol import Usage
 from anabranch.server.reply import (
+    ChunkUsage,
     Head,
     OriginWriter,
     finish_reason,
     prompt_logprobs,
     refuse_stream_options,
-    tells_only_text,
+    sends_only_text,
     written,
 )
 from anabranch.server.service import Service, service_of
@@ -41,7 +42,7 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions", response_model=ChatCompletion, responses=REFUSALS)
 async def create_chat_completion(request: Request, body: ChatRequest) -> Response:
-    """Go on with a conversation."""
+    """Continue a conversation."""
     service = service_of(request)
     service.check_model(body.model)
     return Answer(service, ChatReply(service, body))
@@ -58,46 +59,61 @@ class ChatReply:
         self._service, self._body = service, body
         self._head = Head("chatcmpl", service.model_name)
         self._greeted: set[int] = set()
-        self._texts = TextEvents(self._text_chunk)
+        self._texts = TextEvents()
+        self._usage = ChunkUsage(body)
         self._origins = OriginWriter(service.texts, body.skip_special_tokens is False)
         self._prompt: list[int] = []
         self._max_tokens = body.max_completion_tokens or body.max_tokens
         self.streams = bool(body.stream)
+        texts = [text for message in body.messages for text in message.texts]
+        service.encoder.refuse_by_bytes(texts, "messages")
+        self.num_chars = sum(map(len, texts))
         with blaming_the_request():
             self.params = body.sampling_params(
                 max_tokens=self._max_tokens, logprobs=body.num_top_logprobs
             )
-        self._tells_only_text = tells_only_text(body, self.params)
+        self._sends_only_text = sends_only_text(body, self.params)
 
     def encode(self) -> list[list[int]]:
         """Tokens of the conversation."""
         encoder, body = self._service.encoder, self._body
-        ids = encoder.chat(body.messages, generation_prompt=body.add_generation_prompt is not False)
+        ids = encoder.chat(
+            body.messages,
+            generation_prompt=body.add_generation_prompt is not False,
+            unlimited=body.truncate_prompt_tokens is not None,
+        )
         self._prompt = encoder.fitted(
             ids, truncate=body.truncate_prompt_tokens, max_tokens=self._max_tokens
         )
         return [self._prompt]
 
     def events(self, place: int, delta: RequestDelta) -> bytes:
-        """One for each answer that has something new, behind one that says who speaks."""
-        return b"".join(self._greeting(each) + self._event(each) for each in delta.choices)
+        """One for each answer that has something new, after one with the role."""
+        return b"".join(
+            self._greeting(each, delta) + self._event(each, delta) for each in delta.choices
+        )
 
-    def _greeting(self, choice: ChoiceDelta) -> bytes:
+    def _greeting(self, choice: ChoiceDelta, delta: RequestDelta) -> bytes:
         if choice.number in self._greeted:
             return b""
         self._greeted.add(choice.number)
         hello = AssistantMessage(role="assistant", content="")
-        return event_of(self._chunk(hello, choice.number, logprobs=None, finish_reason=None))
+        usage = self._usage.fields(choice.number, self._prompt, 0, delta.num_cached_tokens)
+        details = {"logprobs": None, "finish_reason": None}
+        return event_of(self._chunk(hello, choice.number, usage, **details))
 
-    def _event(self, choice: ChoiceDelta) -> bytes:
-        if self._tells_only_text and choice.finish_reason is None:
-            return self._texts.event(choice.number, choice.text)
+    def _event(self, choice: ChoiceDelta, delta: RequestDelta) -> bytes:
+        if self._sends_only_text and choice.finish_reason is None:
+            return self._texts.event(choice.number, choice.text, self._text_chunk)
         said = AssistantMessage.model_validate({"content": choice.text})
-        return event_of(self._chunk(said, choice.number, **self._details(choice)))
+        num_tokens, num_cached = len(choice.token_ids), delta.num_cached_tokens
+        usage = self._usage.fields(choice.number, self._prompt, num_tokens, num_cached)
+        return event_of(self._chunk(said, choice.number, usage, **self._details(choice)))
 
     def _text_chunk(self, index: int, text: str) -> ChatChunk:
         said = AssistantMessage.model_validate({"content": text})
-        return self._chunk(said, index, logprobs=None, finish_reason=None, stop_reason=None)
+        usage = self._usage.fields(index, self._prompt, 0, 0)
+        return self._chunk(said, index, usage, logprobs=None, finish_reason=None, stop_reason=None)
 
     def last_events(self, usage: Usage) -> bytes:
         """The usage, if asked for."""
@@ -130,10 +146,12 @@ class ChatReply:
         head = self._head
         return {"id": head.id, "created": head.created, "model": head.model}
 
-    def _chunk(self, said: AssistantMessage, index: int, **details: Any) -> ChatChunk:
-        usage: dict[str, Any] = {"usage": None} if self._body.includes_usage else {}
+    def _chunk(
+        self, said: AssistantMessage, index: int, usage: dict[str, Usage | None], **details: Any
+    ) -> ChatChunk:
         choice = ChatChunkChoice(index=index, delta=said, **details)
-        return ChatChunk(object="chat.completion.chunk", choices=[choice], **self._named(), **usage)
+        named: dict[str, Any] = {**self._named(), **usage}
+        return ChatChunk(object="chat.completion.chunk", choices=[choice], **named)
 
     def _details(self, choice: ChoiceDelta) -> dict[str, Any]:
         body = self._body
@@ -172,6 +190,7 @@ class ChatReply:
 
 
 def _refuse(body: ChatRequest) -> None:
+    _refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and (
@@ -182,4 +201,18 @@ def _refuse(body: ChatRequest) -> None:
             f"max_tokens {body.max_tokens} and max_completion_tokens "
             f"{body.max_completion_tokens} differ; give one",
             param="max_tokens",
+        )
+
+
+def _refuse_unsupported(body: ChatRequest) -> None:
+    """Tools and JSON formats, in words."""
+    if body.tools:
+        raise unsupported("tools", "tools are not supported; leave them out")
+    if body.tool_choice not in (None, "none", "auto"):
+        raise unsupported("tool_choice", "tools are not supported; leave tool_choice out")
+    kind = (body.response_format or {"type": "text"}).get("type")
+    if kind != "text":
+        raise unsupported(
+            "response_format",
+            f"response_format {str(kind)[:40]!r} is not supported; the only type is 'text'",
         )

@@ -15,22 +15,27 @@ from anabranch.server.protocol import (
     Text,
     TokenOrigin,
     Usage,
+    described,
 )
 
 
 class TextPart(StrictModel):
     """A piece of a message; images and sound are not supported."""
 
-    type: Literal["text"]
-    text: Text
+    type: Literal["text"] = described(..., "Only text is supported.", "text")
+    text: Text = described(..., "Text of this part.", "Name three rivers.")
 
 
 class Message(StrictModel):
     """One turn of a conversation. Fields that are null count as absent."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Text | Annotated[list[TextPart], Field(fail_fast=True)]
-    name: Text | None = None
+    role: Literal["system", "developer", "user", "assistant"] = described(
+        ..., "Who wrote the message. A developer is treated as a system.", "user"
+    )
+    content: Text | Annotated[list[TextPart], Field(fail_fast=True)] = described(
+        ..., "The message, as text or as a list of text parts.", "Name three rivers."
+    )
+    name: Text | None = described(None, "The author's name, for templates that use it.", "Ada")
 
     @model_validator(mode="before")
     @classmethod
@@ -40,36 +45,51 @@ class Message(StrictModel):
         fields = cast("dict[Any, Any]", value)
         return {name: field for name, field in fields.items() if field is not None}
 
+    @property
+    def texts(self) -> list[str]:
+        """The parts of the content."""
+        if isinstance(self.content, str):
+            return [self.content]
+        return [part.text for part in self.content]
+
     def for_template(self) -> dict[str, str]:
         """As chat templates read it; a developer is a system to them."""
-        content = self.content
-        if not isinstance(content, str):
-            content = "".join(part.text for part in content)
         role = "system" if self.role == "developer" else self.role
         named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": content, **named}
-
-
-class ResponseFormat(StrictModel):
-    """Only plain text."""
-
-    type: Literal["text"]
+        return {"role": role, "content": "".join(self.texts), **named}
 
 
 class ChatRequest(SamplingFields):
-    """A conversation that the model goes on with."""
+    """A conversation that the model continues."""
 
-    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
-    max_tokens: Annotated[Count, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[Count, Field(ge=1)] | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    response_format: ResponseFormat | None = Field(None, description="Only plain text.")
-    tools: Annotated[list[Any], Field(max_length=0)] | None = Field(
-        None, description="Not supported."
+    messages: Annotated[list[Message], Field(fail_fast=True)] = described(
+        ...,
+        "The conversation so far, the oldest message first.",
+        [{"role": "user", "content": "Name three rivers."}],
+        min_length=1,
     )
-    tool_choice: Literal["none"] | None = Field(None, description="Tools are not supported.")
-    add_generation_prompt: bool | None = Field(None, description="True unless given.")
+    max_tokens: Count | None = described(
+        None, "The longest answer, in tokens. Null is what the context allows.", 256, ge=1
+    )
+    max_completion_tokens: Count | None = described(
+        None, "Another name of max_tokens; if both are given, they must be equal.", 256, ge=1
+    )
+    logprobs: bool | None = described(False, "Return the log probability of every token.", True)
+    top_logprobs: int | None = described(
+        0, "Likely tokens to return at each place. Needs logprobs.", 5, ge=0, le=MAX_LOGPROBS
+    )
+    response_format: dict[Text, Any] | None = described(
+        None, "JSON formats are not supported; the only type is text.", {"type": "text"}
+    )
+    tools: list[Any] | None = described(
+        None, "Tools are not supported; the list must be empty.", []
+    )
+    tool_choice: Text | dict[Text, Any] | None = described(
+        None, "Tools are not supported; none and auto are accepted without effect.", "none"
+    )
+    add_generation_prompt: bool | None = described(
+        True, "End the conversation with the start of an answer.", True
+    )
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -98,7 +118,7 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """What the model said, or what is new of it."""
+    """An answer of the model, or what is new of it."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""

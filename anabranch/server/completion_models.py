@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, model_validator
 
 from anabranch.server.protocol import (
     MAX_LOGPROBS,
@@ -16,6 +16,7 @@ from anabranch.server.protocol import (
     TokenIds,
     TokenOrigin,
     Usage,
+    described,
 )
 
 Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
@@ -24,13 +25,41 @@ Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=Tr
 class CompletionRequest(SamplingFields):
     """One prompt or several, as text or as token ids."""
 
-    prompt: Prompts
-    max_tokens: Count | None = Field(16, description="0 only with echo, to score a prompt.")
-    logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
-    echo: bool | None = Field(None, description="The prompt comes back ahead of its completion.")
-    best_of: int | None = Field(None, ge=1, description="Only equal to n.")
-    suffix: Text | None = Field(None, description="Not supported.")
-    add_special_tokens: bool | None = Field(None, description="Of prompts given as text.")
+    prompt: Prompts = described(
+        ...,
+        "One prompt or a list of prompts, each as text or as token ids.",
+        "The longest river is",
+    )
+    max_tokens: Count | None = described(
+        16,
+        "The longest completion, in tokens. Null is what the context allows; 0 needs echo, to "
+        "score a prompt.",
+        256,
+    )
+    max_completion_tokens: Count | None = described(
+        None, "Another name of max_tokens; if both are given, they must be equal.", 256
+    )
+    logprobs: int | None = described(
+        None, "Likely tokens to return at each place.", 5, ge=0, le=MAX_LOGPROBS
+    )
+    echo: bool | None = described(False, "Return the prompt ahead of its completion.", True)
+    best_of: int | None = described(None, "Supported only where it equals n.", 1, ge=1)
+    suffix: Text | None = described(None, "Not supported.", None)
+    add_special_tokens: bool | None = described(
+        True, "Add the tokenizer's special tokens to prompts given as text.", True
+    )
+
+    @model_validator(mode="after")
+    def _take_other_name(self) -> CompletionRequest:
+        other = self.max_completion_tokens
+        if other is not None:
+            if "max_tokens" in self.model_fields_set and self.max_tokens != other:
+                raise ValueError(
+                    f"max_tokens {self.max_tokens} and max_completion_tokens {other} differ; "
+                    "give one"
+                )
+            self.max_tokens = other
+        return self
 
 
 class CompletionLogprobs(BaseModel):

@@ -22,12 +22,13 @@ from anabranch.server.errors import REFUSALS, ApiError, blaming_the_request
 from anabranch.server.events import TextEvents, event_of
 from anabranch.server.protocol import Usage
 from anabranch.server.reply import (
+    ChunkUsage,
     Head,
     OriginWriter,
     finish_reason,
     prompt_logprobs,
     refuse_stream_options,
-    tells_only_text,
+    sends_only_text,
     written,
 )
 from anabranch.server.service import Service, service_of
@@ -54,32 +55,38 @@ class CompletionReply:
         self._prompts: list[list[int]] = []
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}  # by place
         self._offsets: dict[int, int] = {}  # by choice: where its next token begins
-        self._texts = TextEvents(self._text_chunk)
+        self._texts = TextEvents()
+        self._usage = ChunkUsage(body)
         self._origins = OriginWriter(service.texts, body.skip_special_tokens is False)
         self._given = _listed(body.prompt)
         self.num_prompts = len(self._given)
+        self.num_chars = sum(len(prompt) for prompt in self._given if isinstance(prompt, str))
+        for prompt in self._given:
+            if isinstance(prompt, str):
+                service.encoder.refuse_by_bytes([prompt], "prompt")
         self.streams = bool(body.stream)
         options: dict[str, Any] = {"logprobs": body.logprobs}
         if body.max_tokens != 0:
             options["max_tokens"] = body.max_tokens
         else:
-            options |= {"max_tokens": 1, "min_tokens": 0}  # computed, and not told
+            options |= {"max_tokens": 1, "min_tokens": 0}  # computed, and not sent
         if body.echo and body.logprobs is not None:
             options["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
         with blaming_the_request():
             self.params = body.sampling_params(**options)
-        self._tells_only_text = tells_only_text(body, self.params)
+        self._sends_only_text = sends_only_text(body, self.params)
 
     def encode(self) -> list[list[int]]:
         """Tokens of each prompt."""
-        encoder, body = self._service.encoder, self._body
-        special = body.add_special_tokens is not False
+        encoder, truncate = self._service.encoder, self._body.truncate_prompt_tokens
+        options = {
+            "special": self._body.add_special_tokens is not False,
+            "unlimited": truncate is not None,
+        }
         for prompt in self._given:
-            ids = encoder.text(prompt, special=special) if isinstance(prompt, str) else prompt
+            ids = encoder.text(prompt, **options) if isinstance(prompt, str) else prompt
             self._prompts.append(
-                encoder.fitted(
-                    ids, truncate=body.truncate_prompt_tokens, max_tokens=body.max_tokens
-                )
+                encoder.fitted(ids, truncate=truncate, max_tokens=self._body.max_tokens)
             )
         return self._prompts
 
@@ -90,24 +97,23 @@ class CompletionReply:
     def _event(self, place: int, choice: ChoiceDelta, delta: RequestDelta) -> bytes:
         index = place * self._body.num_choices + choice.number
         has_begun = index in self._offsets
-        if has_begun and self._tells_only_text and choice.finish_reason is None:
-            return self._texts.event(index, choice.text)
-        return event_of(self._chunk(self._choice(place, choice, delta)))
+        if has_begun and self._sends_only_text and choice.finish_reason is None:
+            return self._texts.event(index, choice.text, self._text_chunk)
+        num_tokens = len(choice.token_ids) if self._body.max_tokens != 0 else 0
+        num_cached = delta.num_cached_tokens
+        usage = self._usage.fields(index, self._prompts[place], num_tokens, num_cached)
+        return event_of(self._object([self._choice(place, choice, delta)], **usage))
 
     def _text_chunk(self, index: int, text: str) -> Completion:
         nothing_else: dict[str, Any] = {"logprobs": None, "finish_reason": None}
-        return self._chunk(
-            CompletionChoice(index=index, text=text, **nothing_else, stop_reason=None)
-        )
-
-    def _chunk(self, choice: CompletionChoice) -> Completion:
-        return self._object([choice], **({"usage": None} if self._body.includes_usage else {}))
+        choice = CompletionChoice(index=index, text=text, **nothing_else, stop_reason=None)
+        return self._object([choice], **self._usage.fields(index, (), 0, 0))
 
     def last_events(self, usage: Usage) -> bytes:
         """The usage, if asked for."""
         if not self._body.includes_usage:
             return b""
-        return event_of(self._object([], usage=self._told(usage)))
+        return event_of(self._object([], usage=self._reported(usage)))
 
     def whole(self, deltas: Sequence[RequestDelta], usage: Usage) -> BaseModel:
         """All choices."""
@@ -116,9 +122,9 @@ class CompletionReply:
             for place, delta in enumerate(deltas)
             for choice in delta.choices
         ]
-        return self._object(choices, usage=self._told(usage))
+        return self._object(choices, usage=self._reported(usage))
 
-    def _told(self, usage: Usage) -> Usage:
+    def _reported(self, usage: Usage) -> Usage:
         if self._body.max_tokens != 0:
             return usage
         return usage.model_copy(

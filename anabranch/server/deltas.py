@@ -1,13 +1,14 @@
-"""What is new of a request since it was last told."""
+"""New tokens of a request since the last report."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from anabranch.engine.outputs import TokenLogprobs
 from anabranch.engine.request import Request
-from anabranch.engine.sequence import Sequence
+from anabranch.engine.sequence import Sequence as TokenSequence
 
 
 class ChoiceDelta(NamedTuple):
@@ -22,19 +23,6 @@ class ChoiceDelta(NamedTuple):
     finish_reason: str | None
     stop_reason: int | str | None
 
-    def join(self, later: ChoiceDelta) -> ChoiceDelta:
-        """Both, as one."""
-        return ChoiceDelta(
-            self.number,
-            self.text + later.text,
-            self.token_ids + later.token_ids,
-            self.origins + later.origins,
-            self.steps + later.steps,
-            self.logprobs + later.logprobs,
-            later.finish_reason,
-            later.stop_reason,
-        )
-
 
 class RequestDelta(NamedTuple):
     """New tokens of a request."""
@@ -43,21 +31,7 @@ class RequestDelta(NamedTuple):
     choices: list[ChoiceDelta]  # those that have something new, by number
     finished: bool
     num_cached_tokens: int
-    prompt_logprobs: list[TokenLogprobs | None] | None  # told once
-
-    def join(self, later: RequestDelta) -> RequestDelta:
-        """Both, as one."""
-        choices = {choice.number: choice for choice in self.choices}
-        for choice in later.choices:
-            before = choices.get(choice.number)
-            choices[choice.number] = before.join(choice) if before else choice
-        return RequestDelta(
-            self.request_id,
-            [choices[number] for number in sorted(choices)],
-            later.finished,
-            self.num_cached_tokens,
-            self.prompt_logprobs or later.prompt_logprobs,
-        )
+    prompt_logprobs: list[TokenLogprobs | None] | None  # in one delta only
 
     @property
     def num_tokens(self) -> int:
@@ -65,35 +39,65 @@ class RequestDelta(NamedTuple):
         return sum(len(choice.token_ids) for choice in self.choices)
 
 
+def join_deltas(deltas: Sequence[RequestDelta]) -> RequestDelta:
+    """Successive deltas of one request as one, in time linear in their tokens."""
+    choices: dict[int, list[ChoiceDelta]] = {}
+    for delta in deltas:
+        for choice in delta.choices:
+            choices.setdefault(choice.number, []).append(choice)
+    return RequestDelta(
+        deltas[0].request_id,
+        [_join_choices(choices[number]) for number in sorted(choices)],
+        deltas[-1].finished,
+        deltas[0].num_cached_tokens,
+        next((delta.prompt_logprobs for delta in deltas if delta.prompt_logprobs), None),
+    )
+
+
+def _join_choices(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
+    if len(parts) == 1:
+        return parts[0]
+    return ChoiceDelta(
+        parts[0].number,
+        "".join(part.text for part in parts),
+        list(chain.from_iterable(part.token_ids for part in parts)),
+        list(chain.from_iterable(part.origins for part in parts)),
+        list(chain.from_iterable(part.steps for part in parts)),
+        list(chain.from_iterable(part.logprobs for part in parts)),
+        parts[-1].finish_reason,
+        parts[-1].stop_reason,
+    )
+
+
 def pack(deltas: Iterable[RequestDelta]) -> list[tuple[Any, ...]]:
-    """As plain tuples, which pickle six times faster: the engine's process has better to do."""
+    """As plain tuples, which pickle six times faster in the engine's process."""
     return [(name, [tuple(choice) for choice in choices], *more) for name, choices, *more in deltas]
 
 
 def unpack(packed: Iterable[tuple[Any, ...]]) -> list[RequestDelta]:
-    """What was packed."""
+    """The deltas that were packed."""
     return [
         RequestDelta(name, [ChoiceDelta._make(choice) for choice in choices], *more)
         for name, choices, *more in packed
     ]
 
 
-class Teller:
-    """Remembers how much of a request was told."""
+class DeltaCursor:
+    """Remembers how much of a request was reported."""
 
     def __init__(self, request: Request) -> None:
         self._request = request
         self._tokens = [0] * len(request.seqs)
         self._text = [0] * len(request.seqs)
-        self._told_prompt = request.params.prompt_logprobs is None
+        self._sent_prompt = request.params.prompt_logprobs is None
 
     def delta(self) -> RequestDelta:
-        """What is new, told once."""
+        """What is new since the last call."""
         request = self._request
         prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if not self._told_prompt:  # the first continuation computes them, and begins first
+        if not self._sent_prompt:  # the first continuation computes them, and begins first
             first = request.seqs[0]
-            prompt_logprobs, self._told_prompt = [None, *first.prompt_logprobs], True
+            prompt_logprobs, self._sent_prompt = [None, *first.prompt_logprobs], True
         return RequestDelta(
             request.request_id,
             [self._choice(seq) for seq in request.seqs if seq.num_output > self._tokens[seq.index]],
@@ -102,7 +106,7 @@ class Teller:
             prompt_logprobs,
         )
 
-    def _choice(self, seq: Sequence) -> ChoiceDelta:
+    def _choice(self, seq: TokenSequence) -> ChoiceDelta:
         stream = self._request.texts[seq.index]
         text = stream.text if seq.finished else stream.shown
         since, shown = self._tokens[seq.index], self._text[seq.index]

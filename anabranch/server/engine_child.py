@@ -19,10 +19,11 @@ import torch
 
 from anabranch.engine.engine import Engine
 from anabranch.server.channel import Channel
-from anabranch.server.deltas import Teller, pack
+from anabranch.server.deltas import DeltaCursor, RequestDelta, pack
 from anabranch.server.messages import (
     Abort,
     Add,
+    Broken,
     Failed,
     Loading,
     Outputs,
@@ -32,17 +33,20 @@ from anabranch.server.messages import (
 )
 
 SNAPSHOT_SECONDS = 0.2  # while working
-USERS_TO_MEND = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError)
-IDLE_SECONDS = 1.0  # between signs of life when there is nothing to do
+CAUSED_BY_SETTINGS = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError)
+IDLE_SECONDS = 1.0  # at most between two messages when there is nothing to do
 
 
 class EngineLoop:
-    """Steps for as long as there is work, and says how it goes."""
+    """Steps for as long as there is work, and reports what is new.
+
+    An error while one request is added or reported ends that request and no other.
+    """
 
     def __init__(self, engine: Engine, channel: Channel, inbox: SimpleQueue[Any]) -> None:
         self._engine, self._channel, self._inbox = engine, channel, inbox
-        self._tellers: dict[str, Teller] = {}
-        self._told = 0.0
+        self._cursors: dict[str, DeltaCursor] = {}
+        self._reported = 0.0
         self._was_busy = False
 
     def run(self) -> None:
@@ -64,42 +68,58 @@ class EngineLoop:
 
     def _obey(self, message: Add | Abort) -> None:
         if isinstance(message, Abort):
-            self._tellers.pop(message.request_id, None)
+            self._cursors.pop(message.request_id, None)
             self._engine.abort(message.request_id)
             return
         try:
             request = self._engine.add_request(*message)
+            self._cursors[message.request_id] = DeltaCursor(request)
         except ValueError as error:
             self._channel.send(Refused(message.request_id, str(error)))
-        else:
-            self._tellers[message.request_id] = Teller(request)
+        except Exception as error:
+            self._give_up(message.request_id, error)
 
     def _step(self) -> None:
-        deltas = [self._tellers[request.request_id].delta() for request in self._engine.step()]
+        deltas: list[RequestDelta] = []
+        for request in self._engine.step():
+            if any(seq.finish_reason == "error" for seq in request.seqs):
+                self._cursors.pop(request.request_id, None)
+                self._channel.send(Broken(request.request_id, getattr(request, "error", "")))
+                continue
+            try:
+                deltas.append(self._cursors[request.request_id].delta())
+            except Exception as error:
+                self._give_up(request.request_id, error)
         for delta in deltas:
             if delta.finished:
-                del self._tellers[delta.request_id]
+                del self._cursors[delta.request_id]
         if deltas:
             self._channel.send(Outputs(pack(deltas)))
+
+    def _give_up(self, request_id: str, error: Exception) -> None:
+        traceback.print_exception(error, file=sys.stderr)
+        self._cursors.pop(request_id, None)
+        self._engine.abort(request_id)
+        self._channel.send(Broken(request_id, f"{type(error).__name__}: {error}"))
 
     def _report(self) -> None:
         """Now and then, and whenever the work ends."""
         busy, now = self._engine.has_work, time.monotonic()
         ended, self._was_busy = self._was_busy and not busy, busy
-        if not ended and now - self._told < (SNAPSHOT_SECONDS if busy else IDLE_SECONDS / 2):
+        if not ended and now - self._reported < (SNAPSHOT_SECONDS if busy else IDLE_SECONDS / 2):
             return
-        self._told = now
+        self._reported = now
         self._channel.send(snapshot(self._engine))
 
 
 def snapshot(engine: Engine) -> Snapshot:
-    """Counts that change no more."""
+    """A copy of the counts."""
     stats = copy.deepcopy(engine.stats)
     return Snapshot(stats, engine.num_running, engine.num_waiting, engine.pool.usage)
 
 
 def ready(engine: Engine) -> Ready:
-    """What the server has to know."""
+    """What the server has to know of the engine."""
     limits = engine.limits
     return Ready(
         model_name=engine.model_name,
@@ -108,14 +128,15 @@ def ready(engine: Engine) -> Ready:
         max_model_len=limits.max_model_len,
         max_num_seqs=limits.max_num_seqs,
         num_pages=limits.num_pages,
+        page_size=limits.page_size,
         max_drafts=limits.max_drafts,
         device=str(engine.device),
     )
 
 
 def failed(error: Exception, *, starting: bool) -> Failed:
-    """Last words; without a trace where a setting or a file is at fault."""
-    if starting and isinstance(error, USERS_TO_MEND):
+    """The last message; without a trace where a setting or a file is at fault."""
+    if starting and isinstance(error, CAUSED_BY_SETTINGS):
         return Failed(str(error) or type(error).__name__, "")
     return Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
 

@@ -3,37 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from anabranch.server.messages import Snapshot
-
-
-class Watched(Protocol):
-    """An engine, as far as metrics look at it."""
-
-    @property
-    def snapshot(self) -> Snapshot | None:
-        """The newest counts."""
-        ...
-
-    @property
-    def trouble(self) -> str | None:
-        """Why it answers nothing, if so."""
-        ...
+from anabranch.server.served_engine import ServedEngine
 
 
 class EngineMetrics(Collector):
     """Reads the newest snapshot when asked."""
 
-    def __init__(self, model_name: str, engine: Watched) -> None:
+    def __init__(self, model_name: str, engine: ServedEngine) -> None:
         self._model_name, self._engine = model_name, engine
 
     def collect(self) -> Iterator[Metric]:
         """All metrics of the engine."""
         yield self._gauge("engine_up", "Whether the engine answers.", not self._engine.trouble)
+        yield self._counter(
+            "engine_restarts", "Times the engine was started again.", self._engine.num_restarts
+        )
         snapshot = self._engine.snapshot
         if snapshot is None:
             return

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping
 from multiprocessing import Pipe
 from queue import SimpleQueue
 from typing import Any
@@ -17,11 +17,13 @@ from anabranch.engine.async_llm import EngineDead
 from anabranch.engine.config import EngineConfig
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.server.channel import Channel
+from anabranch.server.delta_listener import DeltaListener
 from anabranch.server.deltas import RequestDelta, unpack
-from anabranch.server.errors import RequestRefused
+from anabranch.server.errors import RequestBroken, RequestRefused
 from anabranch.server.messages import (
     Abort,
     Add,
+    Broken,
     Failed,
     Loading,
     Outputs,
@@ -31,50 +33,34 @@ from anabranch.server.messages import (
 )
 
 Progress = Callable[[str, int, int], None]
-STALL_SECONDS = 60.0  # without a sign of life; the first step on a GPU may compile for long
-EXIT_SECONDS = 10.0  # for the process to end once it is told to
-
-
-class _Listener:
-    """What was said of some requests and not read yet; of the event loop's thread alone."""
-
-    def __init__(self, request_ids: Sequence[str]) -> None:
-        self.open = set(request_ids)
-        self._unread: dict[str, RequestDelta] = {}
-        self._error: Exception | None = None
-        self._ready = asyncio.Event()
-
-    def tell(self, delta: RequestDelta) -> None:
-        """A reader that is slow gets several deltas as one."""
-        before = self._unread.get(delta.request_id)
-        self._unread[delta.request_id] = before.join(delta) if before else delta
-        self._ready.set()
-
-    def fail(self, error: Exception) -> None:
-        """No delta follows."""
-        self._error = error
-        self._ready.set()
-
-    async def next(self) -> list[RequestDelta]:
-        """All that is unread."""
-        await self._ready.wait()
-        self._ready.clear()
-        if self._error is not None:
-            raise self._error
-        unread, self._unread = self._unread, {}
-        return list(unread.values())
+STALL_SECONDS = 60.0  # without a message; the first step on a GPU may compile for long
+EXIT_SECONDS = 10.0  # for the process to end after its socket is closed
+log = logging.getLogger(__name__)
 
 
 class EngineProcess:
-    """Starts an engine and streams what it says of requests."""
+    """Starts an engine, waits until it is ready, and streams what it reports of requests.
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    `ended` is called with the reason, from another thread, if a process that was ready ends
+    without having been closed.
+    """
+
+    num_restarts = 0
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        *,
+        ended: Callable[[str], None] | None = None,
+    ) -> None:
         self.error: str | None = None
-        self.snapshot: Snapshot | None = None
+        self._on_end = ended
+        self._snapshot: Snapshot | None = None
         self._heard = time.monotonic()
-        self._listeners: dict[str, _Listener] = {}
+        self._listeners: dict[str, DeltaListener] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._gone = threading.Event()
+        self._was_ready = self._closing = False
         self._start: SimpleQueue[Loading | Ready | None] = SimpleQueue()
         ours, theirs = Pipe()
         module = "anabranch.server.engine_child"
@@ -100,24 +86,31 @@ class EngineProcess:
             return self.error
         silent = time.monotonic() - self._heard
         if silent > STALL_SECONDS:
-            return f"the engine has said nothing for {silent:.0f} seconds"
+            return f"the engine has sent nothing for {silent:.0f} seconds"
         return None
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The newest counts; None when there is trouble, for they would be stale."""
+        return None if self.trouble else self._snapshot
 
     async def generate(
         self, prompts: Mapping[str, list[int]], params: SamplingParams
     ) -> AsyncGenerator[RequestDelta]:
         """What is new of requests, by id, until all are finished; closing it aborts them.
 
-        Raises RequestRefused for what the engine does not run, and EngineDead if it fails.
+        Raises RequestRefused for what the engine does not run, RequestBroken if it fails at one of
+        these requests, and EngineDead if it ends.
         """
-        if self.error is not None:
-            raise EngineDead(self.error)
         self._loop = asyncio.get_running_loop()
-        listener = _Listener(list(prompts))
-        for request_id, prompt in prompts.items():
-            self._listeners[request_id] = listener
-            self._channel.send(Add(request_id, prompt, params))
+        listener = DeltaListener(prompts)
+        self._listeners |= dict.fromkeys(prompts, listener)
         try:
+            # looked at after listening has begun: `_ended` sets it first, then fails listeners
+            if self.error is not None:
+                raise EngineDead(self.error)
+            for request_id, prompt in prompts.items():
+                self._channel.send(Add(request_id, prompt, params))
             while listener.open:
                 for delta in await listener.next():
                     if delta.finished:
@@ -130,6 +123,7 @@ class EngineProcess:
 
     def close(self) -> None:
         """End the process; open requests get EngineDead."""
+        self._closing = True
         self.error = self.error or "the engine was closed"
         self._channel.close()
         try:
@@ -144,6 +138,7 @@ class EngineProcess:
                 return message
             if progress:
                 progress(*message)
+        self.close()
         raise ValueError(f"the engine did not start: {self.error}")
 
     def _receive(self, message: Any) -> None:
@@ -151,8 +146,11 @@ class EngineProcess:
         self._heard = time.monotonic()
         match message:
             case Snapshot():
-                self.snapshot = message
-            case Loading() | Ready():
+                self._snapshot = message
+            case Loading():
+                self._start.put(message)
+            case Ready():
+                self._was_ready = True
                 self._start.put(message)
             case Failed(reason, trace):
                 sys.stderr.write(trace)
@@ -162,32 +160,51 @@ class EngineProcess:
 
     def _ended(self) -> None:
         """From the channel's thread, when the other side is gone."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(EXIT_SECONDS / 5)
-        code = self._process.returncode
-        self.error = self.error or f"the engine process ended with exit code {code}"
+        if not self._closing:
+            code = self._exit_code()
+            self.error = self.error or f"the engine process ended with exit code {code}"
         self._start.put(None)
         self._in_loop(self._fail_all)
+        if self._was_ready and not self._closing:
+            log.error("%s", self.error)
+            if self._on_end is not None:
+                self._on_end(self.error or "")
+
+    def _exit_code(self) -> int:
+        try:
+            return self._process.wait(EXIT_SECONDS / 5)
+        except subprocess.TimeoutExpired:  # its socket is closed: it cannot be used any more
+            self._process.kill()
+            return self._process.wait()
 
     def _in_loop(self, call: Callable[..., None], *arguments: Any) -> None:
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens
                 self._loop.call_soon_threadsafe(call, *arguments)
 
-    def _dispatch(self, message: Outputs | Refused) -> None:
-        if isinstance(message, Refused):
-            listener = self._listeners.pop(message.request_id, None)
-            if listener is not None:
-                listener.open.discard(message.request_id)
-                listener.fail(RequestRefused(message.reason))
+    def _dispatch(self, message: Outputs | Refused | Broken) -> None:
+        match message:
+            case Outputs(packed):
+                for delta in unpack(packed):
+                    self._put(delta)
+            case Refused(request_id, reason):
+                self._fail(request_id, RequestRefused(reason))
+            case Broken(request_id, reason):
+                self._fail(request_id, RequestBroken(reason))
+
+    def _put(self, delta: RequestDelta) -> None:
+        listener = self._listeners.get(delta.request_id)
+        if listener is None:
             return
-        for delta in unpack(message.packed):
-            listener = self._listeners.get(delta.request_id)
-            if listener is None:
-                continue
-            listener.tell(delta)
-            if delta.finished:
-                del self._listeners[delta.request_id]
+        listener.put(delta)
+        if delta.finished:
+            del self._listeners[delta.request_id]
+
+    def _fail(self, request_id: str, error: Exception) -> None:
+        listener = self._listeners.pop(request_id, None)
+        if listener is not None:
+            listener.open.discard(request_id)
+            listener.fail(error)
 
     def _fail_all(self) -> None:
         for listener in self._listeners.values():

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import HTTPException
 from fastapi.responses import Response
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException as StarletteHTTPException
 
 from anabranch.engine.async_llm import EngineDead
 
@@ -22,15 +20,17 @@ _KINDS = {
     429: "rate_limit_error",
 }
 
-_SAY = {  # in place of what the framework says
-    400: "the body cannot be read: send JSON in UTF-8, without very deep nesting or long numbers",
-    404: "there is nothing at this path; /docs lists what there is",
-    405: "this path does not take this method; /docs lists what there is",
-}
-
 
 class RequestRefused(ValueError):
     """The engine does not run this request."""
+
+
+class RequestBroken(RuntimeError):
+    """The engine failed at this request and continues with the others."""
+
+
+class ServerClosing(RuntimeError):
+    """The server ends before the request is answered."""
 
 
 class ErrorDetail(BaseModel):
@@ -47,6 +47,8 @@ class ErrorBody(BaseModel):
 
     error: ErrorDetail
 
+
+EXPECTED_ERRORS = (EngineDead, TimeoutError, RequestRefused, RequestBroken, ServerClosing)
 
 # for the OpenAPI document
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -80,6 +82,11 @@ class ApiError(HTTPException):
         return Response(self.body, self.status_code, self.headers, "application/json")
 
 
+def unsupported(param: str, message: str) -> ApiError:
+    """For a field that is known and does nothing here."""
+    return ApiError(400, message, param=param, code="unsupported")
+
+
 def error_body(status: int, message: str, param: str | None = None, code: str | None = None) -> str:
     """JSON of an error."""
     kind = "server_error" if status >= 500 else _KINDS.get(status, "invalid_request_error")
@@ -109,61 +116,12 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(408, message, code="time_limit", headers=headers)
         case RequestRefused():
             return ApiError(400, str(error))
+        case RequestBroken():
+            return ApiError(
+                500, f"the engine failed at this request: {error}", code="request_failed"
+            )
+        case ServerClosing():
+            message = "the server is shutting down; send the request to another, or later"
+            return ApiError(503, message, code="shutting_down")
         case _:
             return ApiError(500, "the server failed to answer this request")
-
-
-def install(app: FastAPI) -> None:
-    """Have every error of an app answered in this format."""
-
-    async def known(_: Request, error: Exception) -> Response:
-        return as_api_error(error).response
-
-    async def http(_: Request, error: Exception) -> Response:
-        assert isinstance(error, StarletteHTTPException)
-        headers = cast("dict[str, str] | None", error.headers)
-        message = _SAY.get(error.status_code, str(error.detail))
-        return ApiError(error.status_code, message, headers=headers).response
-
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return _invalid(request, error.errors()).response
-
-    for kind in (ApiError, EngineDead, TimeoutError, RequestRefused, Exception):
-        app.add_exception_handler(kind, known)
-    app.add_exception_handler(StarletteHTTPException, http)
-    app.add_exception_handler(RequestValidationError, invalid)
-
-
-def _invalid(request: Request, errors: Sequence[Any]) -> ApiError:
-    kind = request.headers.get("content-type", "")
-    if errors and errors[0]["type"] == "json_invalid":
-        where, why = errors[0]["loc"][-1], errors[0]["ctx"]["error"]
-        return ApiError(400, f"the body is not valid JSON at character {where}: {why}")
-    if errors and tuple(errors[0]["loc"]) == ("body",) and "json" not in kind:
-        return ApiError(415, f"send a JSON body with Content-Type: application/json, not {kind!r}")
-    field = _field(errors[0])
-    reasons = [_reason(error) for error in errors if _field(error) == field]
-    return ApiError(400, f"{field or 'body'}: {'; or '.join(dict.fromkeys(reasons))}", param=field)
-
-
-def _field(error: Any) -> str | None:
-    loc = [str(part) for part in error["loc"] if part != "body"]
-    return loc[0] if loc else None
-
-
-def _reason(error: Any) -> str:
-    if error["type"] == "extra_forbidden":
-        return "is not a field of this request; leave it out"
-    given = "" if error["type"] == "missing" else f", got {_short(error['input'])}"
-    within = [str(part) for part in error["loc"][2:] if isinstance(part, int)]
-    place = f" (at {'.'.join(within)})" if within else ""
-    return f"{error['msg']}{place}{given}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict | list):
-        sized = cast("dict[Any, Any] | list[Any]", value)
-        return f"{type(sized).__name__} of {len(sized)}"
-    text = repr(value[:60]) if isinstance(value, str) else str(value)
-    return text if len(text) <= 80 else f"{text[:80]}..."

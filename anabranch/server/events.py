@@ -23,24 +23,20 @@ def event_of(model: BaseModel) -> bytes:
 
 
 class TextEvents:
-    """Events of choices that differ in their text alone: what stands around it is written once.
+    """Events of choices that differ in their text alone: the rest is written once.
 
-    `chunk` makes the model of a choice, by its index, with a text. Writing the model each time
-    takes six times as long, and there is one for every token.
+    Writing the model of every chunk takes six times as long, and there is one for every token.
     """
 
-    def __init__(self, chunk: Callable[[int, str], BaseModel]) -> None:
-        self._chunk = chunk
+    def __init__(self) -> None:
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def event(self, index: int, text: str) -> bytes:
-        """A choice's next text."""
+    def event(self, index: int, text: str, chunk: Callable[[int, str], BaseModel]) -> bytes:
+        """A choice's next text; `chunk` makes the model of a choice, by its index, with a text."""
         around = self._around.get(index)
         if around is None:
-            around = self._around[index] = self._cut(index)
+            mark = secrets.token_hex(16)  # occurs nowhere else
+            event = event_of(chunk(index, mark))
+            before, _, after = event.partition(_quoted(mark).encode())
+            around = self._around[index] = before, after
         return around[0] + _quoted(text).encode() + around[1]
-
-    def _cut(self, index: int) -> tuple[bytes, bytes]:
-        mark = secrets.token_hex(16)  # occurs nowhere else
-        before, _, after = event_of(self._chunk(index, mark)).partition(_quoted(mark).encode())
-        return before, after

@@ -20,21 +20,22 @@ class ServerLimits:
     max_body_bytes: int = 8 << 20
     max_request_seconds: float = 600.0
     max_prompt_tokens: int | None = None  # what the model's context allows, if not given
+    header_seconds: float = 20.0  # for the headers of a request to arrive
+    body_seconds: float = 60.0  # for its body to arrive
 
     def __post_init__(self) -> None:
         if self.max_queue < 0:
             raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
-        if not 0 < self.max_request_seconds < math.inf:
-            raise ValueError(
-                f"max_request_seconds must be above 0 and finite, got {self.max_request_seconds}"
-            )
+        for name in ("max_request_seconds", "header_seconds", "body_seconds"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
 
 
-class Admission:
+class SequenceQuota:
     """Counts the sequences that were taken on and are not over."""
 
     def __init__(self, capacity: int) -> None:

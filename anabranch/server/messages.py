@@ -1,4 +1,4 @@
-"""What the server and the engine's process say to each other."""
+"""Messages between the server and the engine's process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Add(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """End a request that nobody reads any more."""
+    """End a request whose client is gone."""
 
     request_id: str
 
@@ -41,25 +41,38 @@ class Ready:
     max_model_len: int
     max_num_seqs: int
     num_pages: int
+    page_size: int
     max_drafts: int
     device: str
 
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_pages * self.page_size
+
 
 class Outputs(NamedTuple):
-    """What a step brought: deltas, packed."""
+    """Packed deltas of one step."""
 
     packed: list[tuple[Any, ...]]
 
 
 class Refused(NamedTuple):
-    """A request that the engine does not run."""
+    """A request that the engine does not run, for a reason the client can change."""
+
+    request_id: str
+    reason: str
+
+
+class Broken(NamedTuple):
+    """A request that ended with an error of the engine; the others continue."""
 
     request_id: str
     reason: str
 
 
 class Failed(NamedTuple):
-    """The engine's last words."""
+    """Why the engine's process is about to end."""
 
     reason: str
     trace: str

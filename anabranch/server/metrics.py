@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 
 from anabranch.server.deltas import RequestDelta
-from anabranch.server.engine_metrics import EngineMetrics, Watched
+from anabranch.server.engine_metrics import EngineMetrics
+from anabranch.server.served_engine import ServedEngine
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _BETWEEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
@@ -19,7 +20,7 @@ _SIZES = tuple(float(4**power) for power in range(10))
 class Metrics:
     """Of one server."""
 
-    def __init__(self, model_name: str, engine: Watched) -> None:
+    def __init__(self, model_name: str, engine: ServedEngine) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(EngineMetrics(model_name, engine))
         self._model_name = model_name

@@ -6,12 +6,12 @@ import asyncio
 from typing import Literal, cast
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from anabranch.server.chat_models import Message
 from anabranch.server.errors import REFUSALS, ApiError
-from anabranch.server.protocol import StrictModel, Text, TokenIds
-from anabranch.server.service import service_of
+from anabranch.server.protocol import StrictModel, Text, TokenIds, described
+from anabranch.server.service import Service, service_of
 
 router = APIRouter(responses=REFUSALS)
 
@@ -36,12 +36,25 @@ class ModelList(BaseModel):
 class TokenizeRequest(StrictModel):
     """A text or a conversation."""
 
-    model: Text | None = None
-    prompt: Text | None = None
-    messages: list[Message] | None = Field(None, min_length=1)
-    add_special_tokens: bool = Field(True, description="Of a text; a chat template has its own.")
-    add_generation_prompt: bool = Field(True, description="Of a conversation.")
-    return_token_strs: bool = False
+    model: Text | None = described(
+        None, "Name of the served model. Any other name is refused.", "smollm2"
+    )
+    prompt: Text | None = described(
+        None, "Text to tokenize. Give either this or messages.", "The longest river is"
+    )
+    messages: list[Message] | None = described(
+        None,
+        "Conversation to tokenize.",
+        [{"role": "user", "content": "Name three rivers."}],
+        min_length=1,
+    )
+    add_special_tokens: bool = described(
+        True, "Add the tokenizer's special tokens to a text; a chat template has its own.", False
+    )
+    add_generation_prompt: bool = described(
+        True, "End a conversation with the start of an answer.", False
+    )
+    return_token_strs: bool = described(False, "Return the text of each token, too.", True)
 
 
 class TokenizerInfo(BaseModel):
@@ -66,8 +79,10 @@ class Tokens(BaseModel):
 class DetokenizeRequest(StrictModel):
     """Tokens."""
 
-    model: Text | None = None
-    tokens: TokenIds
+    model: Text | None = described(
+        None, "Name of the served model. Any other name is refused.", "smollm2"
+    )
+    tokens: TokenIds = described(..., "Tokens to turn into text, as many as a context.", [72, 105])
 
 
 class Detokenized(BaseModel):
@@ -78,7 +93,8 @@ class Detokenized(BaseModel):
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> ModelList:
-    """The served model."""
+    """The served model; 503 while its engine does not answer."""
+    service_of(request).check_engine()
     return ModelList(data=[_card(request)])
 
 
@@ -86,6 +102,7 @@ async def list_models(request: Request) -> ModelList:
 async def get_model(request: Request, model: str) -> ModelCard:
     """The served model, by its name."""
     service_of(request).check_model(model)
+    service_of(request).check_engine()
     return _card(request)
 
 
@@ -110,17 +127,23 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Tokens:
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "give either prompt or messages", param="prompt")
-    ids = await asyncio.to_thread(_encode, request, body)
+    texts = [text for message in body.messages or () for text in message.texts]
+    texts += [body.prompt or ""]
+    service.encoder.refuse_by_bytes(texts, "prompt")
+    async with service.open_requests.limited():
+        num_chars = sum(map(len, texts))
+        ids = await service.encoding.run(num_chars, lambda: _encode(service, body))
     strings = [service.texts.text_of(token) for token in ids] if body.return_token_strs else None
     limit = service.engine.info.max_model_len
     return Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=strings)
 
 
-def _encode(request: Request, body: TokenizeRequest) -> list[int]:
-    encoder = service_of(request).encoder
+def _encode(service: Service, body: TokenizeRequest) -> list[int]:
     if body.messages is not None:
-        return encoder.chat(body.messages, generation_prompt=body.add_generation_prompt)
-    return encoder.text(body.prompt or "", special=body.add_special_tokens)
+        return service.encoder.chat(
+            body.messages, generation_prompt=body.add_generation_prompt, unlimited=True
+        )
+    return service.encoder.text(body.prompt or "", special=body.add_special_tokens, unlimited=True)
 
 
 @router.post("/detokenize")
@@ -128,7 +151,9 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
     """The text of tokens."""
     service = service_of(request)
     service.check_model(body.model)
-    size = service.engine.info.vocab_size
+    size, most = service.engine.info.vocab_size, service.engine.info.max_model_len
+    if len(body.tokens) > most:
+        raise ApiError(400, f"give at most {most} tokens, got {len(body.tokens)}", param="tokens")
     if any(token >= size for token in body.tokens):
         raise ApiError(400, f"tokens must be below the vocabulary of {size}", param="tokens")
     return Detokenized(prompt=await asyncio.to_thread(service.texts.decode, body.tokens))

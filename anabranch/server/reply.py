@@ -1,4 +1,4 @@
-"""What completions and chats have in common: a job for the engine and what is said of it."""
+"""What completions and chats have in common: a job for the engine, and the parts of an answer."""
 
 from __future__ import annotations
 
@@ -38,17 +38,18 @@ class Reply(Protocol):
     params: SamplingParams
     streams: bool
     num_prompts: int
+    num_chars: int  # of text to be tokenized
 
     def encode(self) -> list[list[int]]:
         """Tokens of each prompt; may take a while."""
         ...
 
     def events(self, place: int, delta: RequestDelta) -> bytes:
-        """What a stream says of something new about the prompt at `place`."""
+        """Events of a stream for something new of the prompt at `place`."""
         ...
 
     def last_events(self, usage: Usage) -> bytes:
-        """What a stream says when all is said."""
+        """Events that end a stream."""
         ...
 
     def whole(self, deltas: Sequence[RequestDelta], usage: Usage) -> BaseModel:
@@ -57,7 +58,7 @@ class Reply(Protocol):
 
 
 class Head:
-    """What every object of an answer begins with."""
+    """The fields that every object of an answer has."""
 
     def __init__(self, prefix: str, model: str) -> None:
         self.id = f"{prefix}-{secrets.token_hex(12)}"
@@ -75,13 +76,33 @@ def refuse_stream_options(body: SamplingFields) -> None:
         raise ApiError(400, "stream_options need stream: true", param="stream_options")
 
 
-def tells_only_text(body: SamplingFields, params: SamplingParams) -> bool:
-    """Whether nothing but text is told of tokens that end nothing."""
+def sends_only_text(body: SamplingFields, params: SamplingParams) -> bool:
+    """Whether chunks before the last carry text only."""
     more = body.return_token_ids or body.return_token_origins or params.logprobs is not None
-    return not more
+    return not more and not body.counts_continuously
 
 
-def count_usage(prompts: Sequence[list[int]], num_output: int, num_cached: int) -> Usage:
+class ChunkUsage:
+    """The usage in the chunks of a stream: none, null, or counts so far as vLLM sends them.
+
+    Counts are those of the chunk's own choice and prompt.
+    """
+
+    def __init__(self, body: SamplingFields) -> None:
+        self._includes, self._counts = body.includes_usage, body.counts_continuously
+        self._num_output: dict[int, int] = {}  # by choice
+
+    def fields(
+        self, index: int, prompt: Sequence[int], num_tokens: int, num_cached: int
+    ) -> dict[str, Usage | None]:
+        """Of a chunk that brings `num_tokens` of a choice."""
+        if not self._counts:
+            return {"usage": None} if self._includes else {}
+        total = self._num_output[index] = self._num_output.get(index, 0) + num_tokens
+        return {"usage": count_usage([prompt], total, num_cached)}
+
+
+def count_usage(prompts: Sequence[Sequence[int]], num_output: int, num_cached: int) -> Usage:
     """Tokens of all prompts and continuations."""
     num_prompt = sum(len(prompt) for prompt in prompts)
     return Usage(

@@ -7,11 +7,13 @@ from typing import cast
 
 from fastapi import Request
 
-from anabranch.server.engine_process import EngineProcess
+from anabranch.server.encoding_threads import EncodingThreads
 from anabranch.server.errors import ApiError
-from anabranch.server.limits import Admission, ServerLimits
+from anabranch.server.limits import SequenceQuota, ServerLimits
 from anabranch.server.metrics import Metrics
-from anabranch.server.prompts import Encoder
+from anabranch.server.open_requests import OpenRequests
+from anabranch.server.prompt_encoder import PromptEncoder
+from anabranch.server.served_engine import ServedEngine
 from anabranch.server.token_texts import TokenTexts
 
 
@@ -19,11 +21,13 @@ from anabranch.server.token_texts import TokenTexts
 class Service:
     """A model, under the name it is served by."""
 
-    engine: EngineProcess
+    engine: ServedEngine
     model_name: str
     limits: ServerLimits
-    admission: Admission
-    encoder: Encoder
+    admission: SequenceQuota
+    open_requests: OpenRequests
+    encoder: PromptEncoder
+    encoding: EncodingThreads
     texts: TokenTexts
     metrics: Metrics
     created: int  # seconds since 1970
@@ -38,9 +42,14 @@ class Service:
                 code="model_not_found",
             )
 
+    def check_engine(self) -> None:
+        """Refuse what would be stale: 503 while the engine does not answer."""
+        if (trouble := self.engine.trouble) is not None:
+            raise ApiError(503, trouble, code="engine_failed")
+
 
 def make_service(
-    engine: EngineProcess, *, limits: ServerLimits, model_name: str | None, created: int
+    engine: ServedEngine, *, limits: ServerLimits, model_name: str | None, created: int
 ) -> Service:
     """Of an engine that is ready."""
     info = engine.info
@@ -49,13 +58,15 @@ def make_service(
         engine=engine,
         model_name=name,
         limits=limits,
-        admission=Admission(info.max_num_seqs + limits.max_queue),
-        encoder=Encoder(
+        admission=SequenceQuota(info.max_num_seqs + limits.max_queue),
+        open_requests=OpenRequests(limits.max_request_seconds),
+        encoder=PromptEncoder(
             info.tokenizer,
             vocab_size=info.vocab_size,
             max_model_len=info.max_model_len,
             max_prompt_tokens=limits.max_prompt_tokens or info.max_model_len,
         ),
+        encoding=EncodingThreads(),
         texts=TokenTexts(info.tokenizer),
         metrics=Metrics(name, engine),
         created=created,

@@ -17,9 +17,7 @@ router = APIRouter(responses=REFUSALS)
 @router.get("/health")
 async def health(request: Request) -> dict[str, str]:
     """200 while requests are answered, 503 when not."""
-    trouble = service_of(request).engine.trouble
-    if trouble is not None:
-        raise ApiError(503, trouble, code="engine_failed")
+    service_of(request).check_engine()
     return {"status": "ok"}
 
 
@@ -42,16 +40,18 @@ async def metrics(request: Request) -> Response:
 async def stats(request: Request) -> dict[str, Any]:
     """Counts of the engine since its start, as the page at / draws them."""
     service = service_of(request)
+    service.check_engine()
     snapshot, info = service.engine.snapshot, service.engine.info
     if snapshot is None:
-        raise ApiError(503, "the engine has not said anything yet")
+        raise ApiError(503, "the engine has not reported any counts yet")
     counts, spec = snapshot.stats, snapshot.stats.speculative
     return {
         "model": service.model_name,
         "device": info.device,
         "max_model_len": info.max_model_len,
         "max_drafts": info.max_drafts,
-        "trouble": service.engine.trouble,
+        "cache_tokens": info.cache_tokens,
+        "restarts": service.engine.num_restarts,
         "running": snapshot.num_running,
         "waiting": snapshot.num_waiting,
         "cache_usage": snapshot.cache_usage,

@@ -1,4 +1,4 @@
-"""How single tokens are written."""
+"""The text of single tokens."""
 
 from __future__ import annotations
 
@@ -33,6 +33,14 @@ class TokenTexts:
     def text_of(self, token: int) -> str:
         """The same, with replacement characters for what is no whole character."""
         return self.bytes_of(token).decode(errors="replace")
+
+    @property
+    def longest_bytes(self) -> int:
+        """Bytes of the longest token."""
+        if self._tokenizer is None:
+            return 1
+        vocab = cast("dict[str, int]", self._tokenizer.backend_tokenizer.get_vocab())
+        return max((len(self._find(token)) for token in vocab.values()), default=1)
 
     def is_special(self, token: int) -> bool:
         """Whether it marks something and is no text."""
