@@ -15,12 +15,13 @@ from typer.testing import CliRunner
 from anabranch.bench import ceilings, timing
 from anabranch.bench.commands import BENCHES
 from anabranch.bench.engine.bench_options import (
+    CpuOptions,
     LatencyOptions,
     ScorersOptions,
     SweepOptions,
     ThroughputOptions,
 )
-from anabranch.bench.engine.cpu import bars_of, cpu_table
+from anabranch.bench.engine.cpu import bars_of, cpu_table, run_cpu
 from anabranch.bench.engine.latency import latency_text, run_latency, summarise_latencies
 from anabranch.bench.engine.scorers import run_scorers, scorers_table
 from anabranch.bench.engine.sweep import run_sweep, sweep_table
@@ -242,6 +243,20 @@ def test_scorers(tiny: dict[str, Any]) -> None:
     assert all(row["ms"] > 0 for row in results.rows)
     table = scorers_table(results)
     assert table.lines[0][-1] == "1.00x" and "multi-query is" in table.notes[0]
+
+
+def test_cpu_bench_of_a_model(tiny: dict[str, Any], tmp_path: Path) -> None:
+    from server_models import talking_model
+
+    (tmp_path / "text.txt").write_text("a b c d e f")
+    options = CpuOptions(
+        model=talking_model(), output_len=3, prompts=2, repeats=2, file=tmp_path / "text.txt"
+    )
+    rows = run_cpu(options, silent).rows
+    rates = [row for row in rows if "tokens_s" in row]
+    assert len(rates) == 8 and all(row["tokens_s"] > 0 for row in rates)
+    assert all(len(row["samples"]) == 2 for row in rates)
+    assert len(rows) == 8 + 4 and all(row["ratio"] > 0 for row in rows[8:])
 
 
 def test_cpu_ratios_have_bars_and_missed_ones_a_mark() -> None:

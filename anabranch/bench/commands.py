@@ -1,4 +1,4 @@
-"""The `anabranch bench` commands: their options and help. What they run is imported when it runs."""
+"""The `anabranch bench` commands: options and help. What they run is imported when it runs."""
 
 from __future__ import annotations
 

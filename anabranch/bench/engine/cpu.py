@@ -84,12 +84,7 @@ def _runs(
 BARS = (
     ("batch 1 to transformers", ENGINE, TRANSFORMERS, 1.2),
     ("n-gram to no drafts", NGRAM, PLAIN, 1.5),
-    (
-        "n-gram to no drafts, after the prompt",
-        f"{NGRAM}{AFTER_PROMPT}",
-        f"{PLAIN}{AFTER_PROMPT}",
-        1.5,
-    ),
+    ("n-gram to no drafts, after the prompt", AFTER_PROMPT[NGRAM], AFTER_PROMPT[PLAIN], 1.5),
     ("batched to one by one", BATCHED, ONE_BY_ONE, 4.0),
 )
 
