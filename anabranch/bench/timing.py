@@ -70,8 +70,8 @@ def _num_calls(call_us: float) -> int:
 def time_graph(calls: Sequence[Call], device: torch.device) -> tuple[Timing, Any]:
     """Calls replayed in a CUDA graph, and what the first of them leaves there.
 
-    A graph of one round tells how many rounds a sample needs; the time of an eager call would
-    not, where the host is slower than the device.
+    A graph of one round gives the number of rounds that a sample needs; an eager call would not
+    where the host is slower than the device.
     """
     _loop_us(calls[:3], device)  # compiles, allocates and tunes outside the capture
     graph, outputs = _capture(calls, 1)

@@ -1,4 +1,4 @@
-"""`anabranch serve`: a model behind OpenAI's API."""
+"""`anabranch serve`: a model with OpenAI's API."""
 
 from __future__ import annotations
 

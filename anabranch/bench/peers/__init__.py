@@ -1,4 +1,4 @@
-"""Other libraries, each behind an optional import: what is not here is reported, never required.
+"""Other libraries, each an optional import: a missing one is reported, never required.
 
 ANABRANCH_PEERS may name a folder with their packages and libraries, beside what is installed.
 """

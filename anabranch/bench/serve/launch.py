@@ -21,7 +21,7 @@ from anabranch.cli.options import arguments_of
 START_SECONDS = 1800.0  # a large model is read, compiled and captured
 STOP_SECONDS = 90.0
 POLL_SECONDS = 0.2
-QUEUE = 100_000  # nobody is refused
+QUEUE = 100_000  # no request is refused
 
 
 class LaunchedServer(NamedTuple):
