@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-vllm check bench readme clean
+.PHONY: demo test test-vllm check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,13 +33,13 @@ check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m anabranch.bench.report --check
+	$(BIN)/python benchmarks/report --check
 
 bench: $(VENV)/.ready
 	$(BIN)/anabranch bench merge
 
-readme: $(VENV)/.ready
-	$(BIN)/python -m anabranch.bench.report
+docs: $(VENV)/.ready
+	$(BIN)/python benchmarks/report
 
 clean:
 	rm -rf $(VENV) $(VLLM) build dist *.egg-info

@@ -13,7 +13,7 @@ import anabranch as ab
 NUM_SEQS, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM, PAGE_SIZE = 4, 8, 2, 64, 16
 PREFIX_PAGES, OWN_PAGES = 6, 2
 NUM_PAGES = PREFIX_PAGES + NUM_SEQS * OWN_PAGES
-OWN_LENS = (3, 16, 21, 30)  # keys of each sequence behind the prefix, before the step
+OWN_LENS = (3, 16, 21, 30)  # keys of each sequence after the prefix, before the step
 
 
 def integers(*values: int) -> torch.Tensor:

@@ -12,10 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from anabranch import LLM, SamplingParams
-from anabranch.bench.engine.bars import progress_bars
-from anabranch.bench.engine.benches import quiet_transformers
-from anabranch.bench.engine.step_record import record_steps
 from anabranch.cli.answer import print_answer
+from anabranch.cli.progress import progress_bars, quiet_transformers
+from anabranch.cli.step_times import record_steps
 from anabranch.cli.summary import print_summary, summary_of
 
 RIVER = Path(__file__).parent / "river.txt"

@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import document
 import pytest
 import torch
+from figures import FIGURES
+from headlines import headline_section
+from typer.testing import CliRunner
 
 from anabranch import reference
-from anabranch.bench import __main__ as command
-from anabranch.bench import report, runner
+from anabranch.bench import runner
 from anabranch.bench.cases import BENCHES, AttendCase, Case, MergeCase, unite
 from anabranch.bench.ceilings import Ceilings
 from anabranch.bench.exact import Answer, expected_of
-from anabranch.bench.figures import FIGURES
 from anabranch.bench.grids import MODELS, cases_of, decode_cases, merge_cases
 from anabranch.bench.implementations import Implementation, Prepared, UnavailableError
 from anabranch.bench.inputs import AttendInputs, MergeInputs, make_inputs
 from anabranch.bench.results import Header, Results, Row, blank_row, with_ratios
-from anabranch.bench.table import make_table, plain_text
+from anabranch.bench.table import make_table, print_table
 from anabranch.bench.timing import Timing
+from anabranch.cli.app import app
 from anabranch.state import AttentionState, merge_stacked
 
+ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 CEILINGS = Ceilings(4000.0, 700.0)
 SMALL = AttendCase(
@@ -77,7 +79,7 @@ def test_equal_shapes_are_one_case() -> None:
     a, b = (AttendCase("decode", 1, 8192, groups=(group,)) for group in ("table", "context"))
     assert unite([a, b]) == [dataclasses.replace(a, groups=("table", "context"))]
     shown = {model for case in decode_cases() for model in case.models}
-    assert shown == {model.name for model in MODELS}
+    assert shown == set(MODELS)
 
 
 @pytest.mark.parametrize("page_size", [1, 16])
@@ -213,9 +215,10 @@ def test_json_roundtrip(tmp_path: Path) -> None:
         assert Results.load(tmp_path / "new" / f"{bench}.json") == results
 
 
-def test_plain_table() -> None:
-    text = plain_text(make_table(_results("merge")))
-    line = next(line for line in text.splitlines() if line.startswith("T613 H16 D128 bfloat16"))
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(make_table(_results("merge")))
+    lines = capsys.readouterr().out.splitlines()
+    line = next(line for line in lines if line.split()[:4] == ["T613", "H16", "D128", "bfloat16"])
     assert line.split()[4:] == ["3", "/", "3", "6", "/", "6", "2.00x", "3", "50"]
 
 
@@ -224,39 +227,49 @@ def test_timing_summary() -> None:
     assert timing.us == 10.0 and 0 < timing.spread <= 0.2
 
 
-README = "# Title\n<!-- bench:merge -->\nold\n<!-- /bench:merge -->\ntext\n"
+DOCUMENT = "# Title\n<!-- bench:merge -->\nold\n<!-- /bench:merge -->\ntext\n"
 
 
 def test_report_writes_once_and_detects_staleness(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    readme, folder = tmp_path / "README.md", tmp_path / "benchmarks" / "results"
-    readme.write_text(README)
-    assert report.main(["--check"], tmp_path) == 0  # no results: nothing to say
-    _results("merge").save(folder / "merge.json")
-    assert report.main(["--check"], tmp_path) == 1
-    assert report.main([], tmp_path) == 0
-    written = readme.read_text()
-    assert "old" not in written and written.endswith("text\n")
-    assert "| T613 H32 D128 float16 | 3 / 3 | 6 / 6 | 2.00x | 3 | 50 |" in written
+    written, folder = tmp_path / "docs" / "benchmarks.md", tmp_path / "benchmarks" / "results"
+    written.parent.mkdir()
+    written.write_text(DOCUMENT)
+    assert document.check(tmp_path) == 0  # no results: nothing to say
+    _results("merge").save(folder / "x-merge.json")
+    assert document.check(tmp_path) == 1
+    assert document.write(tmp_path) == 0
+    text = written.read_text()
+    assert "old" not in text and text.endswith("text\n")
+    assert "| T613 H32 D128 float16 | 3 / 3 | 6 / 6 | 2.00x | 3 | 50 |" in text
     plot = tmp_path / "docs" / "plots" / "merge-tokens.svg"
     drawn = plot.read_bytes()
-    assert report.main(["--check"], tmp_path) == 0
-    assert report.main([], tmp_path) == 0
-    assert readme.read_text() == written and plot.read_bytes() == drawn
+    assert document.check(tmp_path) == 0
+    assert document.write(tmp_path) == 0
+    assert written.read_text() == text and plot.read_bytes() == drawn
     plot.unlink()
-    assert report.main(["--check"], tmp_path) == 1
-    assert report.main([], tmp_path) == 0
-    _results("merge", "2026-02-01T00:00:00+00:00", us=4.0).save(folder / "a.json")
-    assert report.main(["--check"], tmp_path) == 1
+    assert document.check(tmp_path) == 1
+    assert document.write(tmp_path) == 0
+    _results("merge", "2026-02-01T00:00:00+00:00", us=4.0).save(folder / "a-merge.json")
+    assert document.check(tmp_path) == 1
 
 
-def test_repository_readme_is_what_the_results_give() -> None:
-    assert report.main(["--check"]) == 0
+def test_headlines_are_ratios_to_the_best_peer(tmp_path: Path) -> None:
+    folder = tmp_path / "benchmarks" / "results"
+    _results("decode").save(folder / "x-decode.json")
+    text = headline_section(tmp_path)
+    assert text is not None
+    assert "| decode over pages | **2.00x** | 2.00 to 2.00 | peer | GPU, 2026-01-01 |" in text
+    assert headline_section(tmp_path / "empty") is None
+
+
+def test_the_repository_documents_are_what_the_results_give() -> None:
+    assert document.check(ROOT) == 0
 
 
 def test_every_figure_has_points(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from anabranch.bench.plots import draw_figures
+    from figure_plots import draw_figures
 
     drawn = [path for bench in BENCHES for path in draw_figures(_results(bench), tmp_path)]
     assert {path.stem for path in drawn} == {figure.name for figure in FIGURES}
@@ -270,65 +283,35 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("anabranch.bench.ceilings.CPU_MATMUL", (64, torch.float32))
 
 
+def run_command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", *arguments])
+
+
 @pytest.mark.usefixtures("fast")
 @pytest.mark.parametrize("bench", BENCHES)
-def test_benchmarks_run_on_the_cpu(
-    bench: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmarks_run_on_the_cpu(bench: str, tmp_path: Path) -> None:
     out = tmp_path / "results.json"
     pattern = "T256" if bench == "merge" else "H9/3"
-    arguments = [bench, "--device", "cpu", "--quick", "--filter", pattern, "--out", str(out)]
-    assert command.main(arguments) == 0
+    options = ("--device", "cpu", "--quick", "--filter", pattern, "--out", str(out))
+    done = run_command(bench, *options)
+    assert done.exit_code == 0, done.output
     rows = Results.load(out).rows
     assert rows and all(row.status == "ok" and row.us for row in rows)
-    assert "need a GPU" in capsys.readouterr().out
+    assert "need a GPU" in done.stdout and str(out) in done.stdout
+
+
+@pytest.mark.usefixtures("fast")
+def test_a_wrong_implementation_of_ours_is_an_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(bench: str, device: str) -> list[Implementation]:
+        prepare = partial(_merge_with, _change(0.1, 0.0), [], "off")
+        return [Implementation("off", "ours", prepare)]
+
+    monkeypatch.setattr("anabranch.bench.ours.implementations", wrong)
+    done = run_command("merge", "--device", "cpu", "--filter", "T256 H16 D128 float32")
+    assert done.exit_code == 1 and "off wrong in 1" in done.stdout
 
 
 @pytest.mark.parametrize("bad", [("--filter", "no such case"), ("--device", "abacus")])
-def test_bad_options_are_errors(bad: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stopped:
-        command.main(["merge", "--device", "cpu", *bad])
-    assert stopped.value.code == 2
-    assert bad[1] in capsys.readouterr().err
-
-
-@pytest.mark.usefixtures("fast")
-def test_command_line() -> None:
-    testing = pytest.importorskip("typer.testing")
-    from anabranch.cli import app
-
-    command_line = testing.CliRunner()
-    assert "merge" in command_line.invoke(app, ["bench", "--help"]).output
-    for bench in BENCHES:
-        help_text = command_line.invoke(app, ["bench", bench, "--help"]).output
-        assert "--quick" in help_text and "--filter" in help_text
-    done = command_line.invoke(app, ["bench", "merge", "--quick", "--device", "cpu"])
-    assert done.exit_code == 0 and "T256 H16 D128" in done.output
-    nothing = command_line.invoke(app, ["bench", "merge", "--filter", "nothing", "--device", "cpu"])
-    assert nothing.exit_code == 2 and "nothing to run" in nothing.output
-
-
-WITHOUT_EXTRAS = """
-import sys
-for name in ("typer", "rich", "matplotlib"):
-    sys.modules[name] = None
-from anabranch.bench import ceilings, report, timing
-from anabranch.bench.__main__ import main
-timing.NUM_SAMPLES, timing.SAMPLE_US, ceilings.CPU_READ_BYTES = 2, 1.0, 1 << 20
-assert report.main(["--check"]) == 0
-sys.exit(main(["merge", "--device", "cpu", "--filter", "T256 H16 D128 float32"]))
-"""
-
-
-def test_core_needs_only_torch() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert "T256 H16 D128 float32" in done.stdout and "[1/1]" in done.stderr
-
-
-def test_the_command_says_what_it_needs() -> None:
-    code = "import sys; sys.modules['typer'] = None; import anabranch.cli"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 1 and "anabranch[bench]" in done.stderr
+def test_bad_options_are_errors(bad: tuple[str, str]) -> None:
+    done = run_command("merge", "--device", "cpu", *bad)
+    assert done.exit_code == 2 and bad[1] in done.stderr

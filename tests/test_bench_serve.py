@@ -13,30 +13,24 @@ from typing import Any
 import fake_openai as fake
 import pytest
 from fake_openai import FakeServer, begin_stream, fluent, reply, send, token, usage
+from typer.testing import CliRunner
 
 from anabranch.bench import ceilings, timing
-from anabranch.bench.engine.run_results import RunResults
-from anabranch.bench.serve import __main__ as command
-from anabranch.bench.serve import bench, speculation
-from anabranch.bench.serve.api import Api
-from anabranch.bench.serve.ask import ask
-from anabranch.bench.serve.bench import run_serve
-from anabranch.bench.serve.block import result_block
-from anabranch.bench.serve.command import show
-from anabranch.bench.serve.events import EventReader
-from anabranch.bench.serve.http_client import parse_site, read_response
-from anabranch.bench.serve.launch import engine_settings
-from anabranch.bench.serve.load import LoadRun, arrival_times
-from anabranch.bench.serve.options import Load, ServeOptions
-from anabranch.bench.serve.outcome import Failure, Outcome
-from anabranch.bench.serve.plots import draw_loads
-from anabranch.bench.serve.prompts import read_prompts
-from anabranch.bench.serve.soak import run_soak
+from anabranch.bench.results import Header, RunResults
+from anabranch.bench.serve import draft_counts, serve_bench
+from anabranch.bench.serve.draft_counts import parse_counts, speculation_between
+from anabranch.bench.serve.endpoint import Endpoint
+from anabranch.bench.serve.launch import LaunchedServer, serve_arguments
+from anabranch.bench.serve.load import LoadRun, arrival_times, summarise
+from anabranch.bench.serve.load_options import Load, LoadOptions
+from anabranch.bench.serve.load_plot import draw_loads
+from anabranch.bench.serve.request_bodies import read_prompts
+from anabranch.bench.serve.result_block import print_results, result_block, side_by_side
+from anabranch.bench.serve.serve_bench import run_serve
+from anabranch.bench.serve.soak import run_soak, soak_table
 from anabranch.bench.serve.soak_options import SoakOptions
-from anabranch.bench.serve.soak_row import soak_table
-from anabranch.bench.serve.speculation import DraftCounts, parse_counts
-from anabranch.bench.serve.summary import summarise
-from anabranch.bench.serve.tables import load_table, side_by_side
+from anabranch.bench.serve.streamed_request import Failure, Outcome, send_request
+from anabranch.cli.app import app
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +39,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timing, "NUM_SAMPLES", 2)
     monkeypatch.setattr(timing, "SAMPLE_US", 1.0)
     monkeypatch.setattr(ceilings, "CPU_READ_BYTES", 1 << 20)
-    monkeypatch.setattr(speculation, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(draft_counts, "SETTLE_SECONDS", 0.0)
 
 
 def silent(what: str, done: int, of: int) -> None:
@@ -55,7 +49,7 @@ def silent(what: str, done: int, of: int) -> None:
 def run(server: FakeServer, **options: Any) -> RunResults:
     given: dict[str, Any] = {"num_prompts": 4, "input_len": 5, "output_len": 6, "warmup": 0}
     given |= {"base_url": server.url} | options
-    return run_serve(ServeOptions(**given), silent)
+    return run_serve(LoadOptions(**given), silent)
 
 
 def one_row(server: FakeServer, **options: Any) -> dict[str, Any]:
@@ -63,84 +57,18 @@ def one_row(server: FakeServer, **options: Any) -> dict[str, Any]:
     return row
 
 
-# Bytes
-
-
-STREAM = (
-    ': hello\n\ndata: {"a": 1}\n\nevent: x\r\ndata:two\r\ndata: lines\r\n\r\n'
-    "id: 7\rdata: größe €\r\rdata: [DONE]\n\n"
-).encode()
-EXPECTED = ['{"a": 1}', "two\nlines", "größe €", "[DONE]"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 7, len(STREAM)])
-def test_events_are_the_same_in_pieces_of_any_size(size: int) -> None:
-    reader = EventReader()
-    pieces = [STREAM[i : i + size] for i in range(0, len(STREAM), size)]
-    assert [event for piece in pieces for event in reader.feed(piece)] == EXPECTED
-
-
-def test_events_are_the_same_cut_at_any_byte() -> None:
-    for cut in range(len(STREAM) + 1):
-        reader = EventReader()
-        assert reader.feed(STREAM[:cut]) + reader.feed(b"") + reader.feed(STREAM[cut:]) == EXPECTED
-
-
-def test_an_event_that_has_not_ended_is_not_told() -> None:
-    assert EventReader().feed(b"data: half\n") == []
-    reader = EventReader()
-    assert reader.feed(b"data: a\r") == [] and reader.feed(b"\n") == []
-    assert reader.feed(b"\n") == ["a"]
-
-
-@pytest.mark.parametrize(
-    ("raw", "body"),
-    [
-        (b"Transfer-Encoding: chunked\r\n\r\n3;x=y\r\nabc\r\nA\r\n0123456789\r\n0\r\nT: 1\r\n\r\n",
-         b"abc0123456789"),
-        (b"content-length: 4\r\n\r\nabcd", b"abcd"),
-        (b"X: y\r\n\r\nto the end", b"to the end"),
-    ],
-)  # fmt: skip
-def test_bodies_of_every_kind(raw: bytes, body: bytes) -> None:
-    async def main() -> None:
-        reader = asyncio.StreamReader()
-        for byte in b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n" + raw:
-            reader.feed_data(bytes([byte]))
-        reader.feed_eof()
-        response = await read_response(reader)
-        assert response.status == 200 and await response.read() == body
-
-    asyncio.run(main())
-
-
-def test_a_body_that_is_cut_short_is_an_error() -> None:
-    async def main(raw: bytes) -> None:
-        reader = asyncio.StreamReader()
-        reader.feed_data(raw)
-        reader.feed_eof()
-        await (await read_response(reader)).read()
-
-    for raw in (
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n9\r\nabc",
-        b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabc\r\n",
-        b"HTTP/1.1 200 OK\r\ncontent-length: 9\r\n\r\nabc",
-        b"HTTP/1.1 200",
-        b"SSH-2.0-x\r\n",
-    ):
-        with pytest.raises(ConnectionError):
-            asyncio.run(main(raw))
+def run_command(*arguments: str) -> Any:
+    return CliRunner().invoke(app, ["bench", "serve", *arguments])
 
 
 def test_addresses() -> None:
-    site = parse_site("http://host:81/v1/", "k")
-    assert (site.host, site.port, site.root) == ("host", 81, "")
-    assert site.headers["Authorization"] == "Bearer k"
-    assert parse_site("https://host/api/v1").port == 443
-    assert parse_site("https://host/api/v1").root == "/api"
+    endpoint = Endpoint("http://host:81/v1/", api_key="k")
+    assert endpoint.url == "http://host:81"
+    assert endpoint.http.headers["Authorization"] == "Bearer k"
+    assert Endpoint("https://host/api/v1").url == "https://host/api"
     for wrong in ("host:80", "ftp://host", "http://", "http://host:x"):
         with pytest.raises(ValueError, match="--base-url"):
-            parse_site(wrong)
+            Endpoint(wrong)
 
 
 # Arithmetic
@@ -201,16 +129,19 @@ def test_counters_of_both_servers() -> None:
         'anabranch:spec_decode_num_accepted_tokens_per_pos_total{model_name="m",position="1"} 1.0\n'
         "anabranch:spec_decode_num_drafts_created{} 17.0\n"
     )
-    assert ours == DraftCounts(3, 10, 4, {1: 1})
+    assert ours == {"drafts": 3, "draft_tokens": 10, "accepted_tokens": 4, 1: 1}
     two = parse_counts(
         'vllm:spec_decode_num_drafts_total{engine="0"} 1\n'
         'vllm:spec_decode_num_drafts_total{engine="1"} 2\n'
     )
-    assert two == DraftCounts(3)
-    assert parse_counts("vllm:num_requests_running 3\n") is None
-    assert speculation.speculation(ours, ours) is None  # nothing was drafted
-    assert speculation.speculation(None, ours) is None
-    assert speculation.speculation(DraftCounts(1, 4, 2), ours) == {
+    assert two == {"drafts": 3}
+    assert not parse_counts("vllm:num_requests_running 3\n")
+    assert speculation_between(ours, ours) is None  # nothing was drafted
+    before = parse_counts(
+        "vllm:spec_decode_num_drafts_total 1\nvllm:spec_decode_num_draft_tokens_total 4\n"
+        "vllm:spec_decode_num_accepted_tokens_total 2\n"
+    )
+    assert speculation_between(before, ours) == {
         "acceptance_rate": pytest.approx(100 * 2 / 6),
         "acceptance_length": 2.0,
         "num_drafts": 2,
@@ -300,10 +231,8 @@ def test_the_block_leaves_out_what_was_not_asked_for() -> None:
 
 
 def results_of(*rows: dict[str, Any], **options: Any) -> RunResults:
-    from anabranch.bench.results import Header
-
     header = Header("serve", "2026", "abc1234", "CPU", "", {}, ceilings.Ceilings(1.0, 1.0))
-    return RunResults(header, {"sweep_over": "concurrency"} | options, list(rows))
+    return RunResults(header, options, list(rows))
 
 
 def test_settings_side_by_side() -> None:
@@ -317,21 +246,14 @@ def test_settings_side_by_side() -> None:
     assert table.notes == ["ngram: 2 failed with HTTP 429: full (Retry-After 1)"]
 
 
-def test_loads_as_lines_and_as_a_plot(tmp_path: Path) -> None:
+def test_loads_side_by_side_and_as_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = [ROW | {"max_concurrency": n, "load": f"concurrency {n}"} for n in (1, 2)]
     slow = [row | {"setting": "slow", "p99_tpot_ms": None} for row in rows]
-    results = results_of(*rows, *slow)
-    table = load_table(results)
-    assert [line[:2] for line in table.lines] == [
-        ["plain", "concurrency 1"],
-        ["plain", "concurrency 2"],
-        ["slow", "concurrency 1"],
-        ["slow", "concurrency 2"],
-    ]
-    assert table.lines[2][table.columns.index("TPOT median") + 1] == "-"
-    assert load_table(results_of(*rows)).columns[0] == "load"
-    draw_loads(results, tmp_path / "plot.svg")
+    both = side_by_side(results_of(*rows, *slow)).columns
+    assert both[1] == "plain, concurrency 1" and both[4] == "slow, concurrency 2"
+    assert side_by_side(results_of(*rows)).columns[1:3] == ["concurrency 1", "concurrency 2"]
+    draw_loads(results_of(*rows, *slow), tmp_path / "plot.svg")
     drawn = (tmp_path / "plot.svg").read_text()
     assert drawn.startswith("<?xml") and drawn.count('<g id="axes_') == 3
 
@@ -374,8 +296,6 @@ def test_token_ids_without_a_tokenizer() -> None:
     with fake.running(tokenizer=None) as server:
         one_row(server, vocab_size=300)
         assert all(max(body["prompt"]) < 300 for body in server.bodies)
-        with pytest.raises(ValueError, match="needs a tokenizer: this model has no tokenizer"):
-            run(server, endpoint="chat")
 
 
 def test_a_seed_gives_the_same_prompts_and_loads_of_a_sweep_differ() -> None:
@@ -435,9 +355,11 @@ def test_a_client_that_leaves() -> None:
         await asyncio.sleep(60)
 
     with fake.running(endless) as server:
-        api = Api(parse_site(server.url), 60.0)
-        outcome = asyncio.run(ask(api, "completions", {"prompt": "a"}, leave_after=2))
-    assert len(outcome.arrivals) == 2 and outcome.failure is None
+        sent = send_request(
+            Endpoint(server.url), "completions", {"prompt": "a"}, disconnect_after=2
+        )
+        outcome = asyncio.run(sent)
+    assert len(outcome.arrivals) == 2 and outcome.failure is None and outcome.disconnected
 
 
 def test_chunks_without_tokens_are_no_arrivals() -> None:
@@ -512,13 +434,14 @@ def test_a_server_that_fails_to_warm_up_is_not_measured() -> None:
     assert len(server.bodies) == 1
 
 
-def test_nobody_there_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_nobody_there_is_one_clear_line() -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    assert command.main(["--base-url", url]) == 2
-    said = capsys.readouterr().err.strip()
-    assert said.startswith(f"error: no server answers at {url} (") and "\n" not in said
+    done = run_command("--base-url", url)
+    error = done.stderr.strip()
+    assert done.exit_code == 2
+    assert error.startswith(f"error: no server answers at {url} (") and "\n" not in error
 
 
 # Options, files, the command
@@ -534,12 +457,12 @@ def test_prompts_of_files(tmp_path: Path) -> None:
     prompts = read_prompts(lines, 7, "chat")
     assert [prompt.content for prompt in prompts] == ["plain", "p", "t", messages]
     assert [prompt.max_tokens for prompt in prompts] == [7, 3, 7, 7]
-    with pytest.raises(ValueError, match=r"prompt 4: messages need --endpoint chat"):
+    with pytest.raises(ValueError, match="--endpoint chat takes messages, completions token ids"):
         read_prompts(lines, 7, "completions")
     lines.write_text('{"other": 1}')
-    with pytest.raises(ValueError, match="prompt 1: must be a string or have one of"):
+    with pytest.raises(ValueError, match=r"b\.jsonl: a prompt is a string or has one of"):
         read_prompts(lines, 7, "chat")
-    with pytest.raises(FileNotFoundError, match="no prompts at"):
+    with pytest.raises(FileNotFoundError):
         read_prompts(tmp_path / "none", 7, "chat")
 
 
@@ -558,45 +481,38 @@ def test_prompts_of_a_file_are_sent(tmp_path: Path) -> None:
         ({"request_rate": 0.0}, "--request-rate must be above 0, got 0.0"),
         ({"timeout": -1.0}, "--timeout must be above 0"),
         ({"endpoint": "x"}, "--endpoint must be one of completions, chat"),
-        ({"sweep": "1,x"}, "--sweep must be numbers with commas, got '1,x'"),
-        ({"sweep": "1,1.5"}, "--sweep must be whole numbers above 0"),
-        ({"sweep": "0", "sweep_over": "rate"}, "--sweep must be numbers above 0"),
+        ({"sweep": "1,x"}, "--sweep must be numbers above 0 with commas, got '1,x'"),
+        ({"sweep": "1,1.5"}, "--sweep must be numbers above 0 with commas, got '1,1.5'"),
+        ({"sweep": "0"}, "--sweep must be numbers above 0 with commas, got '0'"),
+        ({"range_ratio": 1.0}, "--range-ratio must be at least 0 and below 1, got 1.0"),
         ({"extra_body": "[1]"}, "--extra-body must be a JSON object"),
         ({"plot": Path("x.svg")}, "give --sweep"),
         ({"compare": "graphs"}, "--compare needs --launch MODEL"),
         ({"launch": "m", "compare": "merge"}, "--compare must be one of speculative, scorer"),
         ({"cases": "8x8,4"}, "--cases must be like 4096x1024,8192x64, got '8x8,4'"),
         ({"cases": "8x0"}, "--output-len must be at least 1, got 0"),
-        ({"engine": True}, "--engine needs --launch MODEL"),
-        ({"launch": "m", "engine": True, "request_rate": 2.0}, "no rate of requests"),
-        ({"launch": "m", "engine": True, "endpoint": "chat"}, "--endpoint completions"),
-        ({"launch": "m", "compare_env": "A=1"}, "--compare-env must be NAME=A,B, got 'A=1'"),
-        ({"launch": "m", "compare_env": "A=1,2", "compare": "graphs"}, "give either"),
     ],
 )
 def test_refusals(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        ServeOptions(**options)
+        LoadOptions(**options)
 
 
 def test_loads() -> None:
-    assert ServeOptions().loads() == [Load(None, None)]
-    assert ServeOptions(sweep="1,4", request_rate=2.0).loads() == [Load(1, 2.0), Load(4, 2.0)]
-    rates = ServeOptions(sweep="0.5,inf", sweep_over="rate", concurrency=3)
-    assert rates.loads() == [Load(3, 0.5), Load(3, None)]
+    assert LoadOptions().loads() == [Load(None, None)]
+    assert LoadOptions(sweep="1,4", request_rate=2.0).loads() == [Load(1, 2.0), Load(4, 2.0)]
+    assert LoadOptions(concurrency=3).loads() == [Load(3, None)]
 
 
 def test_settings_of_a_comparison() -> None:
     def names(**options: Any) -> list[str]:
-        return [variant.name for variant in ServeOptions(launch="m", **options).variants()]
+        return list(LoadOptions(launch="m", **options).settings())
 
     assert names() == ["plain"]
     assert names(compare="speculative") == ["plain", "ngram k=4, multi-query"]
     assert names(compare="scorer") == ["ngram k=4, multi-query", "ngram k=4, batch-expansion"]
     assert names(compare="graphs") == ["no graphs", "plain"]
     assert names(compare="adaptive") == ["adaptive off", "adaptive on"]  # settings do not say it
-    (first, second) = ServeOptions(launch="m", compare_env="X=a,b").variants()
-    assert (first.environment, second.environment) == ({"X": "a"}, {"X": "b"})
 
 
 def test_a_comparison_loads_every_setting_alike(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -604,11 +520,11 @@ def test_a_comparison_loads_every_setting_alike(monkeypatch: pytest.MonkeyPatch)
     with fake.running() as server:
 
         @contextmanager
-        def launched(variant: Any, progress: Any) -> Any:
-            started.append(variant.name)
-            yield server.url
+        def launched(model: str, options: LoadOptions, timeout: float) -> Any:
+            started.append(options.setting())
+            yield LaunchedServer(server.url, 0)
 
-        monkeypatch.setattr(bench, "launched", launched)
+        monkeypatch.setattr(serve_bench, "launched", launched)
         results = run(server, launch="m", compare="scorer", device="cpu", concurrency=1)
     assert [row["setting"] for row in results.rows] == started and len(started) == 2
     prompts = [body["prompt"] for body in server.bodies]
@@ -622,56 +538,50 @@ def test_cases_are_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -
     assert [body["max_tokens"] for body in server.bodies] == [2] * 6 + [3] * 4
     loads = ["5 in, 2 out, concurrency 2", "7 in, 3 out, concurrency 2"]
     assert [row["load"] for row in results.rows] == loads
-    show(results, sweep=False)
-    shown = capsys.readouterr().out
-    assert all(f"{load}\n====" in shown for load in loads)
-    show(replace(results, rows=[*results.rows, *results.rows]), sweep=False)
-    assert capsys.readouterr().out.count("last / first") == 2  # a table for each case
+    print_results(results)
+    printed = capsys.readouterr().out
+    assert all(load in printed for load in loads) and "last / first" in printed
 
 
 def test_room_for_the_longest_case() -> None:
-    options = ServeOptions(launch="m", cases="10x5,8x9", range_ratio=0.5)
-    assert engine_settings(options)["max_model_len"] == 12 + 14
-    assert engine_settings(replace(options, max_model_len=99))["max_model_len"] == 99
-    assert engine_settings(replace(options, endpoint="chat"))["max_model_len"] is None
+    options = LoadOptions(launch="m", cases="10x5,8x9", range_ratio=0.5)
+    assert options.longest == 12 + 14
+    assert replace(options, endpoint="chat").longest is None
 
 
-def test_command_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_launched_server_has_the_options_of_the_run() -> None:
+    options = LoadOptions(launch="m", speculative="ngram", graphs=False, page_size=32)
+    line = " ".join(serve_arguments("m", options, 9.0))
+    assert line.startswith("serve m ") and "--max-request-seconds 9.0" in line
+    for part in ("--speculative ngram", "--no-graphs", "--page-size 32", "--prefix-caching"):
+        assert part in line
+    assert "--model" not in line.split() and "--base-url" not in line
+
+
+def test_command_prints_and_writes(tmp_path: Path) -> None:
     out = tmp_path / "serve.json"
     with fake.running() as server:
-        arguments = ["--base-url", server.url, "--num-prompts", "3", "--output-len", "4"]
-        assert command.main([*arguments, "--api-key", "secret", "--out", str(out)]) == 0
-    shown = capsys.readouterr().out
-    assert shown.startswith("============ Serving Benchmark Result ============\n")
-    assert "Successful requests:                     3  " in shown
+        options = ("--base-url", server.url, "--num-prompts", "3", "--output-len", "4")
+        done = run_command(*options, "--api-key", "secret", "--out", str(out))
+    assert done.exit_code == 0, done.output
+    assert done.stdout.startswith("============ Serving Benchmark Result ============\n")
+    assert "Successful requests:                     3  " in done.stdout
     content = json.loads(out.read_text(), parse_constant=pytest.fail)
     assert content["header"]["bench"] == "serve" and content["header"]["commit"]
     assert content["header"]["device"] == server.url
     assert content["rows"][0]["completed"] == 3 and "secret" not in out.read_text()
 
 
-def test_sweep_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_prints_a_table_and_draws(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot = tmp_path / "load.svg"
     with fake.running() as server:
-        arguments = ["--base-url", server.url, "--num-prompts", "3", "--sweep", "1,2"]
-        assert command.main([*arguments, "--plot", str(plot)]) == 0
-    shown = capsys.readouterr().out
-    assert "concurrency 1" in shown and "concurrency 2" in shown and "TTFT median" in shown
+        options = ("--base-url", server.url, "--num-prompts", "3", "--sweep", "1,2")
+        done = run_command(*options, "--plot", str(plot))
+    assert done.exit_code == 0, done.output
+    for part in ("concurrency 1", "concurrency 2", "Median TTFT"):
+        assert part in done.stdout
     assert plot.stat().st_size
-
-
-def test_installed_command_has_it() -> None:
-    pytest.importorskip("transformers")
-    typer_testing = pytest.importorskip("typer.testing")
-    from anabranch.cli import app
-
-    shown = typer_testing.CliRunner().invoke(
-        app, ["bench", "serve", "--help"], env={"COLUMNS": "200"}
-    )
-    assert shown.exit_code == 0
-    for flag in ("--request-rate", "--sweep", "--launch", "--compare", "--scorer"):
-        assert flag in shown.output
 
 
 def test_our_own_server() -> None:
@@ -680,16 +590,14 @@ def test_our_own_server() -> None:
         pytest.importorskip(needed)
     from server_models import talking_model
 
-    options = ServeOptions(
+    options = LoadOptions(
         launch=talking_model(), device="cpu", speculative="ngram", adaptive=False,
         num_prompts=4, concurrency=2, cases="20x40,30x8", ignore_eos=True, timeout=60.0,
-        engine=True,
     )  # fmt: skip
     row, short = run_serve(options, silent).rows
     for each in (row, short):
         assert (each["completed"], each["failed"]) == (4, 0)
-        assert each["engine"]["total_output_tokens"] == each["total_output_tokens"]
-        assert each["engine"]["http_to_engine"] > 0
+        assert each["startup_seconds"] > 0
     assert (short["total_input_tokens"], short["total_output_tokens"]) == (120, 32)
     assert (row["total_input_tokens"], row["total_output_tokens"]) == (80, 160)
     assert row["max_concurrent_requests"] == 2 and row["cached_input_tokens"] == 0

@@ -26,8 +26,8 @@ LAYERS = [
     {"cache"},
     {"speculative", "engine", "models"},
     {"server"},
-    {"bench"},
     {"cli"},
+    {"bench"},
 ]
 LAYERS_BELOW = set().union(*LAYERS[:5])  # attention itself
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -1,1 +1,1 @@
-"""Benchmarks: cases, implementations, timing and results behind one runner."""
+"""Benchmarks: cases, implementations, timing and results, and one runner for all."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -31,20 +31,17 @@ class Ceilings:
 
 def measure_ceilings(device: torch.device) -> Ceilings:
     """About a tenth of a second on a GPU, a second on a CPU."""
-    best = _best_gpu_us if device.type == "cuda" else partial(_best_cpu_us, device)
-    return Ceilings(_measure_read(device, best), _measure_matmul(device, best))
+    return Ceilings(_measure_read(device), _measure_matmul(device))
 
 
-def _best_gpu_us(calls: Sequence[Call]) -> float:
+def _best_us(calls: Sequence[Call], device: torch.device) -> float:
+    if device.type == "cpu":
+        return min(time_loop([call], device).us for call in calls)
     event_us(calls)
     return min(event_us([call for call in calls for _ in range(10)]))
 
 
-def _best_cpu_us(device: torch.device, calls: Sequence[Call]) -> float:
-    return min(time_loop([call], device).us for call in calls)
-
-
-def _measure_read(device: torch.device, best: Callable[[Sequence[Call]], float]) -> float:
+def _measure_read(device: torch.device) -> float:
     num_bytes = CPU_READ_BYTES
     if device.type == "cuda":
         num_bytes = min(GPU_READ_BYTES, torch.cuda.mem_get_info(device)[0] // 4 >> 20 << 20)
@@ -54,10 +51,10 @@ def _measure_read(device: torch.device, best: Callable[[Sequence[Call]], float])
         from anabranch.bench.read_kernel import read
 
         calls.append(partial(read, values))
-    return num_bytes / best(calls) / 1e3
+    return num_bytes / _best_us(calls, device) / 1e3
 
 
-def _measure_matmul(device: torch.device, best: Callable[[Sequence[Call]], float]) -> float:
+def _measure_matmul(device: torch.device) -> float:
     size, dtype = GPU_MATMUL if device.type == "cuda" else CPU_MATMUL
     a, b = (torch.randn(size, size, dtype=dtype, device=device) for _ in range(2))
-    return 2 * size**3 / best([partial(torch.mm, a, b)]) / 1e6
+    return 2 * size**3 / _best_us([partial(torch.mm, a, b)], device) / 1e6

@@ -6,7 +6,7 @@ timing, so the same mathematics runs batched where the data is. A test holds the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -17,16 +17,14 @@ MAX_ROWS = 1021  # queries of a sequence that are checked; prime, to meet every 
 MAX_SCORES = 1 << 28  # float64 scores held at a time
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What an implementation returned: [num_tokens, num_heads, head_dim], and lse if it has one."""
 
     out: torch.Tensor
     lse: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Expected:
+class Expected(NamedTuple):
     """The state of some or all queries, and the tokens that they are."""
 
     tokens: torch.Tensor
@@ -37,7 +35,8 @@ class Expected:
         shape = answer.out.shape
         if shape[1:] != self.state.out.shape[1:]:
             return f"out has shape {tuple(shape)}"
-        error, bound = self.error(answer), tolerance(answer.out.dtype)
+        # Rounding weights and output costs half an epsilon; approximate exp2 sets the floor.
+        error, bound = self.error(answer), max(2 * torch.finfo(answer.out.dtype).eps, 1e-5)
         if not error <= bound:
             return f"out is off by {error:.2g} of its norm, {bound:.2g} allowed"
         if answer.lse is not None:
@@ -52,11 +51,6 @@ class Expected:
         gap = answer.out[self.tokens].double() - self.state.out
         relative = gap.square().sum(-1) / self.state.out.square().sum(-1)
         return float(relative.max().sqrt())
-
-
-def tolerance(dtype: torch.dtype) -> float:
-    """Rounding weights and output costs half an epsilon; approximate exp2 sets the floor."""
-    return max(2 * torch.finfo(dtype).eps, 1e-5)
 
 
 def expected_of(inputs: Inputs) -> Expected:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
 
 from anabranch.bench.cases import AttendCase, Case, MergeCase, unite
 
@@ -13,45 +14,37 @@ CONTEXTS = (8192, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PREFILLS = (1024, 2048, 4096, 8192, 16384, 32768)
+# Query heads, kv heads, head dim, and the window of local layers, of well-known models.
+MODELS: dict[str, tuple[int, int, int, int | None]] = {
+    "Llama-3 8B": (32, 8, 128, None),
+    "Llama-3 70B": (64, 8, 128, None),
+    "Qwen3 0.6B": (16, 8, 128, None),
+    "Qwen3 4B": (32, 8, 128, None),
+    "Qwen3 14B": (40, 8, 128, None),
+    "Qwen3 32B": (64, 8, 128, None),
+    "Gemma 3 4B global": (8, 4, 256, None),
+    "Gemma 3 4B local": (8, 4, 256, 1024),
+    "Gemma 3 27B global": (32, 16, 128, None),
+    "Gemma 3 27B local": (32, 16, 128, 1024),
+    "SmolLM2 135M": (9, 3, 64, None),
+}
 
 
-@dataclass(frozen=True, slots=True)
-class Model:
-    """The attention of a well-known model; a window is that of its local layers."""
-
-    name: str
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    window: int | None = None
-
-    def shape(self, case: AttendCase) -> AttendCase:
-        """The case with the heads of this model."""
-        return replace(
+def model_cases(case: AttendCase) -> list[AttendCase]:
+    """The case with the heads of each model."""
+    return [
+        replace(
             case,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            head_dim_v=self.head_dim,
-            window=self.window,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            head_dim_v=head_dim,
+            window=window,
             groups=("models",),
-            models=(self.name,),
+            models=(name,),
         )
-
-
-MODELS = (
-    Model("Llama-3 8B", 32, 8, 128),
-    Model("Llama-3 70B", 64, 8, 128),
-    Model("Qwen3 0.6B", 16, 8, 128),
-    Model("Qwen3 4B", 32, 8, 128),
-    Model("Qwen3 14B", 40, 8, 128),
-    Model("Qwen3 32B", 64, 8, 128),
-    Model("Gemma 3 4B global", 8, 4, 256),
-    Model("Gemma 3 4B local", 8, 4, 256, window=1024),
-    Model("Gemma 3 27B global", 32, 16, 128),
-    Model("Gemma 3 27B local", 32, 16, 128, window=1024),
-    Model("SmolLM2 135M", 9, 3, 64),
-)
+        for name, (num_heads, num_kv_heads, head_dim, window) in MODELS.items()
+    ]
 
 
 def merge_cases() -> list[MergeCase]:
@@ -66,41 +59,28 @@ def merge_cases() -> list[MergeCase]:
 
 def decode_cases() -> list[AttendCase]:
     """One query for each sequence."""
-    table = (
-        AttendCase("decode", 1, 8192),
-        AttendCase("decode", 8, 8192),
-        AttendCase("decode", 64, 4096),
-        AttendCase("decode", 128, 1024),
-        AttendCase("decode", 1, 131072),
-        AttendCase("decode", 16, 8192, num_heads=64),
-    )
+    table = [_decode(1, 8192), _decode(8, 8192), _decode(64, 4096), _decode(128, 1024)]
+    table += [_decode(1, 131072), _decode(16, 8192, num_heads=64)]
     return unite(
         [
             *_grouped("table", table),
-            *(model.shape(AttendCase("decode", 16, 8192)) for model in MODELS),
-            *_grouped("context", (AttendCase("decode", 1, length) for length in CONTEXTS)),
-            *_grouped("context", (AttendCase("decode", 8, length) for length in CONTEXTS)),
-            *_grouped("batch", (AttendCase("decode", size, 4096) for size in BATCHES)),
-            *_grouped("pages", (AttendCase("decode", 8, 8192, page_size=page) for page in PAGES)),
+            *model_cases(_decode(16, 8192)),
+            *_grouped("context", (_decode(n, length) for n in (1, 8) for length in CONTEXTS)),
+            *_grouped("batch", (_decode(size, 4096) for size in BATCHES)),
+            *_grouped("pages", (_decode(8, 8192, page_size=page) for page in PAGES)),
         ]
     )
 
 
 def verify_cases() -> list[AttendCase]:
-    """A few queries for each sequence, as a draft of a speculative decoder leaves them."""
-    table = (
-        AttendCase("verify", 8, 8192, q_len=4),
-        AttendCase("verify", 64, 4096, q_len=4),
-        AttendCase("verify", 8, 259, q_len=3, num_heads=64),
-        AttendCase("verify", 1, 32768, q_len=8),
-    )
-    queries = (1, 2, 4, 8, 16)
+    """A few queries for each sequence, as the drafts of a speculative decoder are."""
+    table = [_verify(8, 8192, 4), _verify(64, 4096, 4), _verify(8, 259, 3, num_heads=64)]
+    sizes = ((8, 8192), (64, 4096))
     return unite(
         [
-            *_grouped("table", table),
-            *_grouped("queries", (AttendCase("verify", 8, 8192, q_len=q) for q in queries)),
-            *_grouped("queries", (AttendCase("verify", 64, 4096, q_len=q) for q in queries)),
-            *(model.shape(AttendCase("verify", 16, 8192, q_len=4)) for model in MODELS),
+            *_grouped("table", [*table, _verify(1, 32768, 8)]),
+            *_grouped("queries", (_verify(*size, q) for size in sizes for q in (1, 2, 4, 8, 16))),
+            *model_cases(_verify(16, 8192, 4)),
         ]
     )
 
@@ -108,7 +88,7 @@ def verify_cases() -> list[AttendCase]:
 def prefill_cases() -> list[AttendCase]:
     """Whole prompts."""
     table = (
-        replace(_prefill(1, 8192), flex=True),
+        _prefill(1, 8192, flex=True),
         _prefill(4, 4096),
         _prefill(2, 2048),
         _prefill(1, 16384),
@@ -119,14 +99,22 @@ def prefill_cases() -> list[AttendCase]:
     return unite(
         [
             *_grouped("table", table),
-            *(model.shape(_prefill(1, 4096)) for model in MODELS),
+            *model_cases(_prefill(1, 4096)),
             *_grouped("context", (_prefill(1, length) for length in PREFILLS)),
         ]
     )
 
 
-def _prefill(num_seqs: int, seq_len: int, **shape: int) -> AttendCase:
-    return replace(AttendCase("prefill", num_seqs, seq_len, seq_len), **shape)
+def _decode(num_seqs: int, seq_len: int, **shape: Any) -> AttendCase:
+    return AttendCase("decode", num_seqs, seq_len, **shape)
+
+
+def _verify(num_seqs: int, seq_len: int, q_len: int, **shape: Any) -> AttendCase:
+    return AttendCase("verify", num_seqs, seq_len, q_len, **shape)
+
+
+def _prefill(num_seqs: int, seq_len: int, **shape: Any) -> AttendCase:
+    return AttendCase("prefill", num_seqs, seq_len, seq_len, **shape)
 
 
 def _grouped(group: str, cases: Iterable[AttendCase]) -> list[AttendCase]:
@@ -142,12 +130,12 @@ def cpu_cases(bench: str) -> list[Case]:
         cases = [_prefill(1, 256, **heads), _prefill(4, 512, **heads), _prefill(1, 1024)]
     else:
         q_len = 4 if bench == "verify" else 1
-        small = replace(AttendCase("decode", 1, 1024, q_len), **heads)
-        cases = [small, replace(small, num_seqs=8), AttendCase("decode", 1, 4096, q_len)]
+        small = _verify(1, 1024, q_len, **heads)
+        cases = [small, replace(small, num_seqs=8), _verify(1, 4096, q_len)]
     return [replace(case, bench=bench, dtype="float32", groups=("cpu",)) for case in cases]
 
 
-GPU_CASES = {
+GPU_CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "merge": merge_cases,
     "decode": decode_cases,
     "verify": verify_cases,
@@ -160,7 +148,7 @@ def cases_of(bench: str, device: str, *, quick: bool = False, pattern: str = "")
 
     `quick` keeps three of them, spread over the list.
     """
-    cases = cpu_cases(bench) if device == "cpu" else list[Case](GPU_CASES[bench]())
+    cases = cpu_cases(bench) if device == "cpu" else list(GPU_CASES[bench]())
     wanted = pattern.lower()
     cases = [c for c in cases if wanted in " ".join((c.name, *c.models, *c.groups)).lower()]
     return cases[:: max(1, len(cases) // 3)][:3] if quick else cases

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from anabranch.bench.exact import Answer
 
@@ -26,8 +26,7 @@ class Prepared:
     context: Callable[[], AbstractContextManager[object]] = nullcontext  # entered around all calls
 
 
-@dataclass(frozen=True, slots=True)
-class Implementation:
+class Implementation(NamedTuple):
     """Ours, a peer that ratios are taken to, or context: shown beside them, in no ratio."""
 
     name: str

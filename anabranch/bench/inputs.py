@@ -7,7 +7,7 @@ A rotation has its own queries, keys and values; lengths and the shuffled page t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -19,16 +19,14 @@ L2_MULTIPLE = 4  # the working set is at least this many times the L2 cache
 CPU_CACHE = 32 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class MergeInputs:
+class MergeInputs(NamedTuple):
     """Pairs of states to merge, one for each rotation; every row has keys on both sides."""
 
     case: MergeCase
     pairs: list[tuple[AttentionState, AttentionState]]
 
 
-@dataclass(frozen=True, slots=True)
-class AttendInputs:
+class AttendInputs(NamedTuple):
     """The same queries and keys in every layout, one of each for each rotation."""
 
     case: AttendCase
@@ -59,15 +57,10 @@ def make_inputs(case: Case, device: torch.device) -> Inputs:
 
 
 def num_rotations(case: Case, device: torch.device) -> int:
-    """How many copies exceed the cache several times."""
-    return -(-L2_MULTIPLE * cache_bytes(device) // case.working_set)
-
-
-def cache_bytes(device: torch.device) -> int:
-    """The last cache before memory; that of a CPU is a guess."""
-    if device.type == "cpu":
-        return CPU_CACHE
-    return torch.cuda.get_device_properties(device).L2_cache_size
+    """How many copies exceed the last cache several times; the size of a CPU's is a guess."""
+    cuda = device.type == "cuda"
+    size = torch.cuda.get_device_properties(device).L2_cache_size if cuda else CPU_CACHE
+    return -(-L2_MULTIPLE * size // case.working_set)
 
 
 def _merge_inputs(case: MergeCase, generator: torch.Generator) -> MergeInputs:

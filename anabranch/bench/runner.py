@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import count
 
 import torch
 
 from anabranch.bench import ours, peers
+from anabranch.bench.attention_options import AttentionOptions
 from anabranch.bench.cases import Case
 from anabranch.bench.ceilings import Ceilings, measure_ceilings
 from anabranch.bench.exact import Expected, expected_of
@@ -16,39 +18,46 @@ from anabranch.bench.grids import cases_of
 from anabranch.bench.implementations import Implementation, Prepared, UnavailableError
 from anabranch.bench.inputs import Inputs, make_inputs
 from anabranch.bench.peers.site import add_folder
-from anabranch.bench.progress import Advance, progress
 from anabranch.bench.results import Results, Row, blank_row, make_header, with_ratios
+from anabranch.bench.table import make_table, print_paths, print_table
 from anabranch.bench.timing import synchronize, time_graph, time_loop
+from anabranch.cli.progress import progress_bars
 
 MAX_EAGER_US = 1000.0  # above, the host is never what a call waits for
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What to run; empty means everything."""
-
-    bench: str
-    device: str = ""  # the GPU if there is one
-    pattern: str = ""  # cases whose name, model or group has it
-    impls: tuple[str, ...] = ()  # implementations whose name has one of these
-    quick: bool = False
-    out: Path | None = None
+BROKEN = ("wrong", "failed")
+Advance = Callable[[str], None]  # called with the name of what starts
 
 
-def run(options: Options) -> Results:
-    """Run a benchmark; what is known is saved after every case."""
+def run_and_print(bench: str, options: AttentionOptions) -> bool:
+    """Run a benchmark and print its table; False if one of our implementations failed."""
+    results = run(bench, options)
+    print_table(make_table(results))
+    print_paths(options.out)
+    return not any(row.role == "ours" and row.status in BROKEN for row in results.rows)
+
+
+def run(bench: str, options: AttentionOptions) -> Results:
+    """Run a benchmark; the rows so far are saved after every case."""
     device = _device(options.device)
-    cases = cases_of(options.bench, device.type, quick=options.quick, pattern=options.pattern)
-    implementations = select(options, device)
+    cases = cases_of(bench, device.type, quick=options.quick, pattern=options.filter)
+    implementations = select(bench, options.impl, device)
     if not cases or not implementations:
         raise ValueError(
-            f"nothing to run: {len(cases)} cases match {options.pattern!r}, "
-            f"{len(implementations)} implementations match {options.impls}"
+            f"nothing to run: {len(cases)} cases match {options.filter!r}, "
+            f"{len(implementations)} implementations match {options.impl}"
         )
     add_folder()
     ceilings = measure_ceilings(device)
-    results = Results(make_header(options.bench, device, ceilings), [])
-    with progress(len(cases) * len(implementations)) as advance:
+    results = Results(make_header(bench, device, ceilings), [])
+    places = count()
+    total = len(cases) * len(implementations)
+    with progress_bars() as progress:
+
+        def advance(name: str) -> None:
+            progress(name, next(places), total)
+
         for case in cases:
             results.rows.extend(run_case(case, implementations, device, ceilings, advance))
             if options.out:
@@ -65,13 +74,13 @@ def _device(name: str) -> torch.device:
     return torch.device(name or found)
 
 
-def select(options: Options, device: torch.device) -> list[Implementation]:
-    """The implementations that the options ask for."""
+def select(bench: str, names: Sequence[str], device: torch.device) -> list[Implementation]:
+    """The implementations whose name has one of `names`; all of them if there are none."""
     found = [
-        *ours.implementations(options.bench, device.type),
-        *peers.implementations(options.bench, device.type),
+        *ours.implementations(bench, device.type),
+        *peers.implementations(bench, device.type),
     ]
-    wanted = [name.lower() for name in options.impls]
+    wanted = [name.lower() for name in names]
     return [x for x in found if not wanted or any(name in x.name.lower() for name in wanted)]
 
 
@@ -91,8 +100,7 @@ def run_case(
         row = _measure(implementation, inputs, expected, device)
         if row.us is not None:
             rate = inputs.case.work / row.us / (1e6 if row.unit == "TFLOP/s" else 1e3)
-            percent = ceilings.percent(rate, row.unit)
-            row = replace(row, rate=rate, percent_of_ceiling=percent)
+            row = replace(row, rate=rate, percent_of_ceiling=ceilings.percent(rate, row.unit))
         rows.append(row)
     return with_ratios(rows)
 
@@ -103,15 +111,13 @@ def _measure(
     case = inputs.case
     try:
         prepared = implementation.prepare(inputs)
+        row = blank_row(case, implementation, "ok")
         with prepared.context():
-            return _measure_prepared(
-                prepared, blank_row(case, implementation, "ok"), expected, device
-            )
+            return _measure_prepared(prepared, row, expected, device)
     except UnavailableError as reason:
         return blank_row(case, implementation, "unavailable", str(reason))
     except Exception as failure:
-        first_line = (str(failure).splitlines() or [""])[0]
-        note = f"{type(failure).__name__}: {first_line}"
+        note = f"{type(failure).__name__}: {failure}".splitlines()[0]
         return blank_row(case, implementation, "failed", note)
 
 
@@ -137,9 +143,8 @@ def _measure_prepared(
 
 
 def _alive(device: torch.device) -> bool:
-    """Whether the device still answers; after a fault no later number would be one."""
-    try:
+    """Whether the device still answers: after a fault, no later time would be right."""
+    with suppress(RuntimeError):
         synchronize(device)
-    except RuntimeError:
-        return False
-    return True
+        return True
+    return False

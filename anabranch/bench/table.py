@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import groupby
+from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from anabranch.bench.results import Header, Results, Row
 
 
-@dataclass(frozen=True, slots=True)
-class Table:
+class Table(NamedTuple):
     """Cells of text, and what a reader must know to read them."""
 
     title: str
@@ -42,14 +42,10 @@ def _line(rows: list[Row], names: Sequence[str]) -> list[str]:
     rated = next((row for row in rows if row.role == "ours" and row.us is not None), None)
     if rated is None:
         return [head, *cells, "", "", ""]
+    speedup = "" if rated.ratio is None else f"{rated.ratio:.2f}x"
+    speedup += " torch" if rated.best_peer == "torch" else ""
     rate, percent = format_number(rated.rate), format_number(rated.percent_of_ceiling)
-    return [head, *cells, _speedup(rated), rate, percent]
-
-
-def _speedup(row: Row) -> str:
-    if row.ratio is None:
-        return ""
-    return f"{row.ratio:.2f}x" + (" torch" if row.best_peer == "torch" else "")
+    return [head, *cells, speedup, rate, percent]
 
 
 def _cell(row: Row) -> str:
@@ -68,17 +64,15 @@ def format_number(value: float | None) -> str:
 
 
 def _reading(header: Header) -> list[str]:
-    gpu = not header.device.startswith("CPU")
-    times = "Microseconds, wall clock on a CPU; numbers of a GPU need a GPU."
-    if gpu:
-        how = "in a CUDA graph / called from Python" if header.bench == "merge" else ""
-        times = f"Microseconds {how or 'in a CUDA graph'}, inputs rotating past the L2 cache."
-    ceilings = header.ceilings
+    eager = " / called from Python" if header.bench == "merge" else ""
+    times = f"Microseconds in a CUDA graph{eager}, inputs rotating past the L2 cache."
+    if header.device.startswith("CPU"):
+        times = "Microseconds, wall clock on a CPU; numbers of a GPU need a GPU."
+    read, matmul = header.ceilings.read_gb_s, header.ceilings.matmul_tflop_s
     return [
         times,
         "Speedup: time of the best peer / ours; over torch where no peer is.",
-        f"Measured ceilings: read {ceilings.read_gb_s:.0f} GB/s, "
-        f"matmul {format_number(ceilings.matmul_tflop_s)} TFLOP/s.",
+        f"Measured ceilings: read {read:.0f} GB/s, matmul {format_number(matmul)} TFLOP/s.",
     ]
 
 
@@ -87,27 +81,26 @@ def _plans(rows: Sequence[Row]) -> list[str]:
     for row in rows:
         if row.plan_us is not None:
             plans.setdefault(row.implementation, []).append(row.plan_us)
-    if not plans:
-        return []
-    costs = (f"{name} {format_number(median(us))}" for name, us in plans.items())
-    return [f"Plan, once a step and not in the times, median microseconds: {', '.join(costs)}."]
+    costs = ", ".join(f"{name} {format_number(median(us))}" for name, us in plans.items())
+    note = f"Plan, once a step and not in the times, median microseconds: {costs}."
+    return [note] if plans else []
 
 
 def _reasons(rows: Sequence[Row]) -> list[str]:
     """Each reason once, with the number of cases that it holds for."""
-    counts: dict[tuple[str, str, str], int] = {}
-    for row in rows:
-        if row.status != "ok":
-            key = (row.implementation, row.status, row.note)
-            counts[key] = counts.get(key, 0) + 1
+    counts = Counter((x.implementation, x.status, x.note) for x in rows if x.status != "ok")
     return [f"{name} {status} in {n}: {note}" for (name, status, note), n in counts.items()]
+
+
+def print_paths(*paths: Path | None) -> None:
+    """Report the files that were written."""
+    for path in paths:
+        if path is not None:
+            print(f"written to {path}")
 
 
 def print_table(table: Table) -> None:
     """To standard output."""
-    if find_spec("rich") is None:
-        print(plain_text(table))
-        return
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable
@@ -123,17 +116,3 @@ def print_table(table: Table) -> None:
     console.print(shown)
     for note in table.notes:
         console.print(note, style="dim", markup=False, highlight=False)
-
-
-def plain_text(table: Table) -> str:
-    """Aligned columns."""
-    grid = [table.columns, *table.lines]
-    widths = [max(len(line[i]) for line in grid) for i in range(len(table.columns))]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in grid
-    ]
-    return "\n".join([table.title, *lines, *table.notes])

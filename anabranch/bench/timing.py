@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import cycle, islice, pairwise
 from statistics import median, quantiles
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +18,7 @@ MAX_CALLS = 2000  # in a sample
 NUM_SAMPLES = 9
 
 
-@dataclass(frozen=True, slots=True)
-class Timing:
+class Timing(NamedTuple):
     """Microseconds a call, median, and the distance between the outer deciles relative to it."""
 
     us: float
@@ -31,6 +30,13 @@ class Timing:
         middle = median(samples)
         deciles = quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else samples
         return Timing(middle, (deciles[-1] - deciles[0]) / middle)
+
+
+def release_memory() -> None:
+    """Free the memory of a model that is no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def synchronize(device: torch.device) -> None:
@@ -64,17 +70,17 @@ def _num_calls(call_us: float) -> int:
 def time_graph(calls: Sequence[Call], device: torch.device) -> tuple[Timing, Any]:
     """Calls replayed in a CUDA graph, and what the first of them leaves there.
 
-    A graph of one round tells how many rounds a sample needs; the time of an eager call would
-    not, where the host is slower than the device.
+    A graph of one round gives the number of rounds that a sample needs; an eager call would not
+    where the host is slower than the device.
     """
     _loop_us(calls[:3], device)  # compiles, allocates and tunes outside the capture
     graph, outputs = _capture(calls, 1)
-    call_us = min(_replay_us(graph, 3)) / len(calls)
+    call_us = min(event_us([graph.replay] * 3)) / len(calls)
     rounds = max(1, _num_calls(call_us) // len(calls))
     if rounds > 1:
         graph, outputs = _capture(calls, rounds)
-        _replay_us(graph, 1)
-    samples = _replay_us(graph, NUM_SAMPLES)
+        graph.replay()
+    samples = event_us([graph.replay] * NUM_SAMPLES)
     return Timing.of([sample / (rounds * len(calls)) for sample in samples]), outputs[0]
 
 
@@ -87,10 +93,6 @@ def _capture(calls: Sequence[Call], rounds: int) -> tuple[torch.cuda.CUDAGraph, 
             for rotation, call in enumerate(calls):
                 outputs[rotation] = call()
     return graph, outputs
-
-
-def _replay_us(graph: torch.cuda.CUDAGraph, count: int) -> list[float]:
-    return event_us([graph.replay] * count)
 
 
 def event_us(calls: Sequence[Call]) -> list[float]:

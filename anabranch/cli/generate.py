@@ -7,48 +7,42 @@ from __future__ import annotations
 import json
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-
-from anabranch.bench.engine.bars import progress_bars
-from anabranch.bench.engine.benches import quiet_transformers
-from anabranch.bench.engine.engine_options import SPECULATIVE, EngineOptions
-from anabranch.bench.engine.fields import option
-from anabranch.bench.engine.profile import profiled
-from anabranch.bench.engine.step_record import record_steps
+from anabranch.cli.engine_options import SPECULATIVE, EngineOptions
+from anabranch.cli.options import add_command, new_app, option
 
 if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
     from anabranch.engine.prompts import Prompt
     from anabranch.engine.sampling_params import SamplingParams
 
-HELP = """Answer a prompt. Tokens stream as they come: drafted and accepted ones green, corrected
-ones yellow. Speeds, acceptance and stage times follow on standard error.
-
-    anabranch generate "Why do rivers meander?"
-    anabranch generate --file examples/river.txt --prefix "Please summarise the following text."
-    anabranch generate --raw "Once upon a time" --temperature 0.8 --top-p 0.95 --seed 1
-    anabranch generate "Count to ten." --json | jq '.outputs[0].text'
-    echo "What is a delta?" | anabranch generate
-"""
-
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateOptions(EngineOptions):
-    """A prompt, how it is answered, and how the answer is shown."""
+    """Answer a prompt in the terminal.
+
+    Tokens stream as they are sampled: drafted and accepted ones green, corrected ones yellow.
+    Speeds, acceptance and stage times follow on standard error.
+
+    $ anabranch generate "Why do rivers meander?"
+    $ anabranch generate --file examples/river.txt --prefix "Summarise:"
+    $ anabranch generate --raw "Once upon a time" --temperature 0.8 --seed 1
+    $ anabranch generate "Count to ten." --json | jq '.outputs[0].text'
+    $ echo "What is a delta?" | anabranch generate
+    """
 
     prompt: str | None = option(
-        None, "The prompt; standard input if neither it nor --file is given.", argument=True
+        None, "The prompt; standard input if neither it nor --file is given.", positional=True
     )
     file: Path | None = option(None, "Read the prompt from a file.")
     prefix: str = option("", "Put before the prompt, with a blank line between.")
     chat: bool | None = option(
         None,
         "By the chat template, or the text as it is; a chat if the model has a template.",
-        off="raw",
+        off_flag="--raw",
     )
     system: str | None = option(None, "Instructions to a chat model.")
     max_tokens: int = option(256, "Tokens of the answer, at most.")
@@ -63,7 +57,7 @@ class GenerateOptions(EngineOptions):
     seed: int | None = option(None, "The same seed gives the same answer.")
     n: int = option(1, "How many answers.")
     stop: tuple[str, ...] = option((), "Ends the answer. May be repeated.")
-    ignore_eos: bool = option(False, "Go on behind the end-of-text token.")
+    ignore_eos: bool = option(False, "Continue after the end-of-text token.")
     logprobs: int | None = option(None, "With --json: log probabilities of this many tokens.")
     speculative: str = option("ngram", "Where drafts come from.", choices=SPECULATIVE)
     json: bool = option(False, "Print answer and figures as JSON.")
@@ -72,10 +66,11 @@ class GenerateOptions(EngineOptions):
     )
 
     def sampling_params(self) -> SamplingParams:
-        """Those of the options that the engine takes by the same name."""
+        """The options that the engine takes by the same name."""
         from anabranch.engine.sampling_params import SamplingParams
 
-        return SamplingParams(**{name: getattr(self, name) for name in SAMPLING})
+        names = {each.name for each in fields(SamplingParams)} & set(vars(self))
+        return SamplingParams(**{name: getattr(self, name) for name in names})
 
     def text(self) -> str:
         """The prompt, from wherever it comes."""
@@ -94,27 +89,14 @@ class GenerateOptions(EngineOptions):
         return f"{self.prefix}\n\n{given}" if self.prefix else given
 
 
-SAMPLING = (
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "n",
-    "stop",
-    "ignore_eos",
-    "logprobs",
-)
-
-
 def generate(options: GenerateOptions) -> None:
-    """Load, answer, and show."""
+    """Load the model, answer, and report speeds."""
+    from rich.console import Console
+
     from anabranch.cli.answer import print_answer
+    from anabranch.cli.profile import profiled
+    from anabranch.cli.progress import progress_bars, quiet_transformers
+    from anabranch.cli.step_times import record_steps
     from anabranch.cli.summary import print_summary, summary_of
 
     text, params = options.text(), options.sampling_params()
@@ -122,8 +104,10 @@ def generate(options: GenerateOptions) -> None:
     with progress_bars() as progress:
         llm = options.make(progress)
     prompt = prompt_of(llm, text, options)
-    watched = profiled(llm, options.profile) if options.profile else nullcontext(record_steps(llm))
-    with watched as stats:
+    recording = (
+        profiled(llm, options.profile) if options.profile else nullcontext(record_steps(llm))
+    )
+    with recording as stats:
         output = (
             print_answer(llm, prompt, params)
             if not options.json
@@ -159,3 +143,7 @@ def token_ids(text: str) -> list[int]:
         raise ValueError(
             f"this model has no tokenizer: the prompt must be token ids, got {text[:40]!r}"
         ) from None
+
+
+app = new_app()
+add_command(app, "generate", GenerateOptions, generate)

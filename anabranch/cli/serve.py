@@ -1,4 +1,4 @@
-"""`anabranch serve`: a model behind OpenAI's API."""
+"""`anabranch serve`: a model with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -6,50 +6,49 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from anabranch.bench.engine.bars import progress_bars
-from anabranch.bench.engine.benches import quiet_transformers
-from anabranch.bench.engine.engine_options import SPECULATIVE, EngineOptions
-from anabranch.bench.engine.fields import option
+from anabranch.cli.engine_options import SPECULATIVE, ServingOptions
+from anabranch.cli.options import add_command, new_app, option
 
 KEY_VARIABLE = "ANABRANCH_API_KEY"
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
-HELP = """Serve a model with OpenAI's API on this machine, with metrics for Prometheus and a page
-to chat on. SIGTERM or Ctrl-C answers what is open, then ends.
-
-    anabranch serve
-    anabranch serve ./my-model --port 9000 --max-num-seqs 32
-    anabranch serve dummy:llama-3.1-8b --speculative draft --draft-model dummy:llama-3.1-8b-draft4
-    ANABRANCH_API_KEY=secret anabranch serve --host 0.0.0.0
-"""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServeCommandOptions(EngineOptions):
-    """A model, where it listens, and how much it takes on."""
+class ServeCommandOptions(ServingOptions):
+    """Serve a model with OpenAI's API, metrics for Prometheus, and a page to chat on.
+
+    It listens on this machine only, unless --host says otherwise. SIGTERM or Ctrl-C finishes open
+    requests, then ends.
+
+    $ anabranch serve
+    $ anabranch serve ./my-model --port 9000 --max-num-seqs 32
+    $ anabranch serve dummy:llama-3.1-8b --speculative draft --draft-model MODEL
+    $ ANABRANCH_API_KEY=secret anabranch serve --host 0.0.0.0
+    """
 
     model: str = option(
         "smollm2",
         "smollm2, a transformers directory, a .gguf file, a hub id, or dummy:CONFIG.",
-        argument=True,
+        positional=True,
     )
-    host: str = option("127.0.0.1", "Address to listen on: this machine only unless given.")
+    host: str = option("127.0.0.1", "Address to listen on.")
     port: int = option(8000, "Port to listen on.")
     api_key: str | None = option(
-        None, f"Clients must send it; {KEY_VARIABLE} unless given, and nothing without either."
+        None, f"Key that clients must send; {KEY_VARIABLE} unless given; none without either."
     )
-    served_name: str | None = option(None, "What clients call the model.")
+    served_name: str | None = option(None, "Name of the model for clients.")
     speculative: str = option("ngram", "Where drafts come from.", choices=SPECULATIVE)
-    max_num_seqs: int | None = option(None, "Sequences at once: 64 on a GPU, 16 on a CPU.")
-    max_queue: int = option(256, "Sequences that wait; more are answered 429.")
-    max_body_mib: int = option(8, "Size of a request.")
-    max_request_seconds: float = option(600.0, "Time for one request.")
-    max_prompt_tokens: int | None = option(None, "Tokens of a prompt; the context unless given.")
-    drain_seconds: int = option(60, "Time for open requests at the end.")
-    log_level: str = option("info", "What the server says of itself.", choices=LOG_LEVELS)
+    max_queue: int = option(256, "Sequences that may wait; further requests get 429.")
+    max_body_mib: int = option(8, "Largest request body, in MiB.")
+    max_request_seconds: float = option(600.0, "Longest time for one request.")
+    max_prompt_tokens: int | None = option(None, "Longest prompt; the context length unless given.")
+    drain_seconds: int = option(60, "Time for open requests to finish after SIGTERM.")
+    log_level: str = option("info", "Least severe messages that are logged.", choices=LOG_LEVELS)
 
 
 def serve(options: ServeCommandOptions) -> None:
-    """Serve until told to stop."""
+    """Serve until SIGTERM or SIGINT."""
+    from anabranch.cli.progress import progress_bars, quiet_transformers
     from anabranch.engine.config import EngineConfig, SpeculativeConfig
     from anabranch.server.command import serve as run_server
     from anabranch.server.limits import ServerLimits
@@ -60,12 +59,7 @@ def serve(options: ServeCommandOptions) -> None:
     drafts = settings.pop("speculative")
     speculative = SpeculativeConfig(**drafts) if drafts else None
     run_server(
-        EngineConfig(
-            model=options.model,
-            speculative=speculative,
-            max_num_seqs=options.max_num_seqs,
-            **settings,
-        ),
+        EngineConfig(model=options.model, speculative=speculative, **settings),
         host=options.host,
         port=options.port,
         api_key=key,
@@ -80,3 +74,7 @@ def serve(options: ServeCommandOptions) -> None:
         log_level=options.log_level,
         progress=progress_bars(),
     )
+
+
+app = new_app()
+add_command(app, "serve", ServeCommandOptions, serve)

@@ -11,7 +11,7 @@ from rich.table import Table
 from anabranch.engine.sequence import Origin
 
 if TYPE_CHECKING:
-    from anabranch.bench.engine.step_record import RecordedStats
+    from anabranch.cli.step_times import RecordedStats
     from anabranch.engine.llm import LLM
     from anabranch.engine.outputs import RequestOutput
 

@@ -1,188 +1,83 @@
-"""One step of the model, measured alone: verification by either scorer, and plain decoding."""
+"""One step of the model: k drafts scored by either scorer, and plain decoding.
+
+A logit bias makes every sequence repeat one token, so that n-grams draft k tokens in every step.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from statistics import median
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from anabranch.bench.engine.bars import Progress
-from anabranch.bench.engine.engine_options import SCORERS, BenchOptions
-from anabranch.bench.engine.fields import check_positive, option
-from anabranch.bench.engine.prompts import random_prompts
-from anabranch.bench.engine.run_results import Record, RunResults, begin_results
+from anabranch.bench.engine.bench_options import ScorersOptions
+from anabranch.bench.engine.workload import LOWEST_TOKEN, random_prompts
+from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.table import Table, format_number
-from anabranch.bench.timing import event_us
+from anabranch.bench.timing import release_memory
+from anabranch.cli.engine_options import SCORERS
+from anabranch.cli.progress import Progress
+from anabranch.cli.step_times import record_steps
 
 if TYPE_CHECKING:
-    from anabranch.engine.build import Built
-    from anabranch.engine.scheduler import Scheduled
-    from anabranch.engine.sequence import Sequence
+    from anabranch.engine.llm import LLM
 
 PLAIN = "plain decode step"
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScorersOptions(BenchOptions):
-    """A batch of sequences, each with drafts to score."""
-
-    batch: int = option(8, "Sequences.")
-    context: int = option(512, "Keys of each sequence.")
-    repeats: int = option(10, "Times to measure; the median is shown.")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "batch", "context", "repeats", "num_drafts")
+FIRST_STEPS = 4  # prompts, and tokens that n-grams have not met yet
 
 
 def run_scorers(options: ScorersOptions, progress: Progress) -> RunResults:
     """A row for a plain decode step and one for each scorer, over the same keys."""
     results = begin_results("scorers", options.torch_device(), options)
-    bench = StepBench(options, progress)
-    results.rows.append(bench.measure(PLAIN, SCORERS[0], 0, progress))
     for scorer in SCORERS:
-        results.rows.append(bench.measure(scorer, scorer, options.num_drafts, progress))
+        setting = replace(
+            options, speculative="ngram", draft_model=None, scorer=scorer, adaptive=False
+        )
+        most = options.context + (1 + options.num_drafts) * (options.repeats + FIRST_STEPS + 1)
+        sizes = setting.sized(most, options.batch) | {"prefix_caching": True}
+        llm = setting.make(progress, **sizes)
+        if not results.rows:
+            results.rows.append(_row(llm, PLAIN, options, 0, progress))
+        results.rows.append(_row(llm, scorer, options, options.num_drafts, progress))
+        del llm
+        release_memory()
     return results
 
 
-class StepBench:
-    """A model whose cache holds sequences of random tokens, ready for one more step."""
-
-    def __init__(self, options: ScorersOptions, progress: Progress) -> None:
-        from anabranch.engine.build import build
-        from anabranch.engine.config import EngineConfig, SpeculativeConfig
-        from anabranch.engine.layout import Scorer
-
-        speculative = SpeculativeConfig(
-            num_drafts=options.num_drafts, scorer=Scorer.BATCH_EXPANSION
-        )  # the scorer that needs the larger buffers
-        length = options.context + options.num_drafts + 1
-        config: dict[str, Any] = options.engine_config() | {
-            "speculative": speculative,
-            "cuda_graphs": False,  # captured below, for the shapes in question
-            "max_num_seqs": options.batch,
-            "max_model_len": options.max_model_len or length,
-        }
-        self._options = options
-        self._built = build(EngineConfig(model=options.model, **config), progress)
-        self._seqs = make_sequences(self._built, options.batch, options.context, options.num_drafts)
-        self._prefill(progress)
-
-    @torch.inference_mode()
-    def _prefill(self, progress: Progress) -> None:
-        """Compute the keys of all sequences in steps that the engine could take."""
-        from anabranch.engine.scheduler import Scheduled
-
-        chunk = self._built.limits.max_num_tokens
-        for place, seq in enumerate(self._seqs):
-            progress("filling the cache", place, len(self._seqs))
-            for start in range(0, self._options.context, chunk):
-                count = min(chunk, self._options.context - start)
-                last = start + count == self._options.context
-                self._built.runner.run([Scheduled(seq, start, count, samples=last)])
-
-    def measure(self, name: str, scorer: str, num_drafts: int, progress: Progress) -> Record:
-        """Milliseconds of a step, with a captured graph on a GPU, and called from Python."""
-        from anabranch.engine.graphs import GraphKey, Graphs
-        from anabranch.engine.layout import Scorer
-
-        progress(f"measuring {name}", 0, 0)
-        runner = self._built.runner
-        runner.scorer, runner.graphs = Scorer(scorer), Graphs()
-        step = self._step(num_drafts)
-        row: Record = {"name": name, "tokens_a_sequence": 1 + num_drafts}
-        repeats = self._options.repeats
-        on_gpu = self._built.device.type == "cuda"
-        eager = _median_ms(lambda: runner.run(step), repeats, on_gpu)
-        if not on_gpu or not self._options.graphs:
-            return row | {"ms": eager, "eager_ms": eager}
-        key = GraphKey(1 + num_drafts, self._options.batch)
-        runner.capture([key])
-        runner.run(step)  # loads the buffers that the graph reads
-        return row | {
-            "ms": _median_ms(lambda: runner.graphs.replay(key), repeats, on_gpu),
-            "eager_ms": eager,
-        }
-
-    def _step(self, num_drafts: int) -> list[Scheduled]:
-        from anabranch.engine.scheduler import Scheduled
-
-        start = self._options.context
-        return [Scheduled(seq, start, 1 + num_drafts, num_drafts) for seq in self._seqs]
-
-
-def make_sequences(built: Built, batch: int, context: int, num_drafts: int) -> list[Sequence]:
-    """Sequences with pages for `context` tokens, one that follows them, and drafts."""
-    from anabranch.cache.page_pool import PagePool
-    from anabranch.cache.sequence_pages import SequencePages
-    from anabranch.engine.build import vocab_size
+def _row(
+    llm: LLM, name: str, options: ScorersOptions, num_drafts: int, progress: Progress
+) -> Record:
     from anabranch.engine.sampling_params import SamplingParams
-    from anabranch.engine.sequence import Sequence
 
-    pool = PagePool(built.limits.num_pages)
-    length = context + 1 + num_drafts
-    seqs: list[Sequence] = []
-    for row, tokens in enumerate(random_prompts(batch, length, vocab_size(built.target))):
-        pages = SequencePages(pool, built.limits.page_size)
-        if not pages.grow(length):
-            raise ValueError(
-                f"{batch} sequences of {length} tokens do not fit into "
-                f"{built.limits.num_pages} pages of {built.limits.page_size}"
-            )
-        seqs.append(
-            Sequence(
-                request_id=str(row),
-                index=0,
-                params=SamplingParams(),
-                prompt_len=context,
-                tokens=tokens[: context + 1],
-                pages=pages,
-                seed=row,
-                max_tokens=1,
-                row=row,
-                drafts=tokens[context + 1 :],
-                num_drafts=num_drafts,
-            )
-        )
-    return seqs
-
-
-def _median_ms(call: Callable[[], Any], repeats: int, on_gpu: bool) -> float:
-    for _ in range(2):
-        call()
-    if on_gpu:
-        return median(event_us([call] * repeats)) / 1e3
-    times: list[float] = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        times.append(1e3 * (time.perf_counter() - start))
-    return median(times)
+    progress(f"measuring {name}", 0, 0)
+    prompts = random_prompts(options.batch, options.context, llm.engine.vocab_size)
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=(1 + num_drafts) * (options.repeats + FIRST_STEPS),
+        ignore_eos=True,
+        logit_bias={LOWEST_TOKEN: 100.0},
+        speculate=num_drafts > 0,
+    )
+    # The prompts are then in the cache, so that all sequences decode from the first step on.
+    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, speculate=False))
+    stats = record_steps(llm)
+    llm.generate(prompts, params)
+    times = stats.stage_summary()["scoring" if num_drafts else "model"]
+    return {"name": name, "tokens_a_sequence": 1 + num_drafts, "ms": times["median_ms"]}
 
 
 def scorers_table(results: RunResults) -> Table:
-    """Milliseconds of a step, and how many plain steps that is."""
-    plain = results.rows[0]["ms"]
+    """Milliseconds of a step, and their ratio to a plain step."""
+    plain, multi_query, expansion = (row["ms"] for row in results.rows)
     lines = [
         [
             row["name"],
             str(row["tokens_a_sequence"]),
             format_number(row["ms"]),
-            format_number(row["eager_ms"]),
             f"{row['ms'] / plain:.2f}x",
         ]
         for row in results.rows
     ]
-    by_name = {row["name"]: row["ms"] for row in results.rows}
-    ratio = by_name[SCORERS[1]] / by_name[SCORERS[0]]
-    notes = [f"{SCORERS[0]} is {ratio:.2f}x as fast as {SCORERS[1]}", results.where]
-    title = (
-        f"one step of {results.options['model']}: {results.options['batch']} sequences, "
-        f"{results.options['context']} keys each"
-    )
-    columns = ["step", "tokens a sequence", "ms", "ms from Python", "to plain"]
-    return Table(title, columns, lines, notes)
+    notes = [f"{SCORERS[0]} is {expansion / multi_query:.2f}x as fast as {SCORERS[1]}"]
+    given = results.options
+    title = f"one step of {given['model']}, {given['batch']} x {given['context']} keys"
+    columns = ["step", "tokens a sequence", "ms", "to plain"]
+    return Table(title, columns, lines, [*notes, results.where])

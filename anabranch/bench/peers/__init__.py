@@ -1,4 +1,4 @@
-"""Other libraries, each behind an optional import: what is not here is reported, never required.
+"""Other libraries, each an optional import: a missing one is reported, never required.
 
 ANABRANCH_PEERS may name a folder with their packages and libraries, beside what is installed.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from anabranch.bench.implementations import Implementation
-from anabranch.bench.peers import flash_attention3, flashinfer, flex, sdpa
+from anabranch.bench.peers import flash_attention3, flashinfer, torch_attention
 
 
 def implementations(bench: str, device: str) -> list[Implementation]:
@@ -16,19 +16,19 @@ def implementations(bench: str, device: str) -> list[Implementation]:
     if bench == "merge":
         return [Implementation("FlashInfer", "peer", flashinfer.merge)] if device == "cuda" else []
     if device == "cpu":
-        return [Implementation("SDPA contiguous", "peer", sdpa.attend)]
+        return [Implementation("SDPA contiguous", "peer", torch_attention.attend)]
+    cudnn = partial(torch_attention.attend_forced, "CUDNN_ATTENTION")
     if bench == "prefill":
+        flash2 = partial(torch_attention.attend_forced, "FLASH_ATTENTION")
         return [
             Implementation("FA3", "peer", flash_attention3.attend_ragged),
             Implementation("FA3 paged", "peer", flash_attention3.attend_paged),
-            Implementation("cuDNN", "peer", partial(sdpa.attend_forced, "CUDNN_ATTENTION")),
-            Implementation("FA2", "peer", partial(sdpa.attend_forced, "FLASH_ATTENTION")),
-            Implementation("flex", "peer", flex.attend),
+            Implementation("cuDNN", "peer", cudnn),
+            Implementation("FA2", "peer", flash2),
+            Implementation("flex", "peer", torch_attention.attend_flex),
         ]
     return [
         Implementation("FA3", "peer", flash_attention3.attend_paged),
         Implementation("FlashInfer", "peer", flashinfer.attend),
-        Implementation(
-            "cuDNN contiguous", "context", partial(sdpa.attend_forced, "CUDNN_ATTENTION")
-        ),
+        Implementation("cuDNN contiguous", "context", cudnn),
     ]

@@ -24,10 +24,6 @@ def _load() -> Any:
     return torch.ops._vllm_fa3_C
 
 
-def _answer(result: list[torch.Tensor]) -> Answer:
-    return Answer(result[0])
-
-
 def attend_paged(inputs: AttendInputs) -> Prepared:
     """Keys through a page table, with the schedule that an engine makes once a step."""
     operators, case, keys = _load(), inputs.case, inputs.paged
@@ -44,10 +40,7 @@ def attend_paged(inputs: AttendInputs) -> Prepared:
         DTYPES[case.dtype],
         lengths,
         inputs.cu_seqlens_q,
-        None,  # cu_seqlens_k
-        None,  # cu_seqlens_k_new
-        None,  # seqused_q
-        None,  # leftpad_k
+        *(None, None, None, None),  # cu_seqlens_k, cu_seqlens_k_new, seqused_q, leftpad_k
         case.page_size,
         0,  # max_seqlen_k_new
         True,  # causal
@@ -62,7 +55,7 @@ def attend_paged(inputs: AttendInputs) -> Prepared:
         _call(inputs, q, x.k, x.v, lengths=lengths, table=x.page_table, plan=plan)
         for q, x in zip(inputs.queries, keys, strict=True)
     ]
-    return Prepared(calls, _answer, make_plan)
+    return Prepared(calls, lambda result: Answer(result[0]), make_plan)
 
 
 def attend_ragged(inputs: AttendInputs) -> Prepared:
@@ -71,7 +64,7 @@ def attend_ragged(inputs: AttendInputs) -> Prepared:
         _call(inputs, q, x.k, x.v, cu_seqlens_k=x.cu_seqlens)
         for q, x in zip(inputs.queries, inputs.ragged, strict=True)
     ]
-    return Prepared(calls, _answer)
+    return Prepared(calls, lambda result: Answer(result[0]))
 
 
 def _window(case: AttendCase) -> tuple[int, int]:
@@ -104,8 +97,7 @@ def _call(
         case.q_len,
         case.seq_len,
         table,
-        *(None,) * 5,  # kv_batch_idx, leftpad_k, rotary cos, sin and lengths
-        *(None,) * 3,  # q, k, v descale
+        *(None,) * 8,  # kv_batch_idx, leftpad_k, rotary cos, sin, lengths; q, k, v descale
         case.head_dim**-0.5,
         True,  # causal
         *_window(case),

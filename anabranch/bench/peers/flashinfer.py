@@ -61,7 +61,7 @@ def _table(inputs: AttendInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
 
 
 def _decode(library: Any, inputs: AttendInputs) -> tuple[Any, partial[Any]]:
-    case, (indptr, indices, lasts) = inputs.case, _table(inputs)
+    indptr, indices, lasts = table = _table(inputs)
     wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
         _workspace(),
         use_cuda_graph=True,
@@ -71,42 +71,27 @@ def _decode(library: Any, inputs: AttendInputs) -> tuple[Any, partial[Any]]:
         paged_kv_last_page_len_buffer=lasts.clone(),
         backend="fa2",
     )
-    make_plan = partial(
-        wrapper.plan,
-        indptr,
-        indices,
-        lasts,
-        case.num_heads,
-        case.num_kv_heads,
-        case.head_dim,
-        case.page_size,
-        q_data_type=DTYPES[case.dtype],
+    return wrapper, partial(
+        wrapper.plan, *table, *_shape(inputs), q_data_type=DTYPES[inputs.case.dtype]
     )
-    return wrapper, make_plan
 
 
 def _append(library: Any, inputs: AttendInputs) -> tuple[Any, partial[Any]]:
-    case, (indptr, indices, lasts) = inputs.case, _table(inputs)
+    indptr, indices, lasts = table = _table(inputs)
+    starts = inputs.cu_seqlens_q
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
         _workspace(),
         use_cuda_graph=True,
-        qo_indptr_buf=inputs.cu_seqlens_q.clone(),
+        qo_indptr_buf=starts.clone(),
         paged_kv_indptr_buf=indptr.clone(),
         paged_kv_indices_buf=indices.clone(),
         paged_kv_last_page_len_buf=lasts.clone(),
         backend="fa2",
     )
-    make_plan = partial(
-        wrapper.plan,
-        inputs.cu_seqlens_q,
-        indptr,
-        indices,
-        lasts,
-        case.num_heads,
-        case.num_kv_heads,
-        case.head_dim,
-        case.page_size,
-        causal=True,
-        q_data_type=DTYPES[case.dtype],
-    )
-    return wrapper, make_plan
+    options: dict[str, Any] = {"causal": True, "q_data_type": DTYPES[inputs.case.dtype]}
+    return wrapper, partial(wrapper.plan, starts, *table, *_shape(inputs), **options)
+
+
+def _shape(inputs: AttendInputs) -> tuple[int, ...]:
+    case = inputs.case
+    return case.num_heads, case.num_kv_heads, case.head_dim, case.page_size

@@ -30,10 +30,7 @@ def import_peer(name: str) -> ModuleType:
 
 def find_library(name: str) -> Path:
     """A peer's shared library in the folder."""
-    folder = os.environ.get(ENVIRONMENT_VARIABLE)
-    if not folder:
-        raise UnavailableError(f"{ENVIRONMENT_VARIABLE} names no folder to look for {name}")
-    path = Path(folder) / name
+    path = Path(os.environ.get(ENVIRONMENT_VARIABLE, "")) / name
     if not path.is_file():
-        raise UnavailableError(f"no {name} in the folder that {ENVIRONMENT_VARIABLE} names")
+        raise UnavailableError(f"no {name} in a folder that {ENVIRONMENT_VARIABLE} names")
     return path

@@ -1,10 +1,7 @@
-"""Our server as a process of its own, with the setting that a run asks for."""
+"""`anabranch serve` as a process of its own, for the length of a benchmark."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import json
 import os
 import signal
 import socket
@@ -13,20 +10,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
-from typing import IO, Any, NamedTuple
+from contextlib import contextmanager, suppress
+from typing import IO, NamedTuple
 
-from anabranch.bench.engine.bars import Progress
-from anabranch.bench.serve.api import Api
-from anabranch.bench.serve.http_client import parse_site
-from anabranch.bench.serve.options import ServeOptions, Variant
+import httpx
+
+from anabranch.cli.engine_options import ServingOptions
+from anabranch.cli.options import arguments_of
 
 START_SECONDS = 1800.0  # a large model is read, compiled and captured
 STOP_SECONDS = 90.0
 POLL_SECONDS = 0.2
+QUEUE = 100_000  # no request is refused
 
 
-class OwnServer(NamedTuple):
+class LaunchedServer(NamedTuple):
     """A process that answers at an address."""
 
     url: str
@@ -34,70 +32,48 @@ class OwnServer(NamedTuple):
 
 
 @contextmanager
-def launched(variant: Variant, progress: Progress) -> Generator[str]:
-    """The address of a server under one setting, for as long as it is needed."""
-    progress(f"starting a server, {variant.name}", 0, 0)
-    with running(server_settings(variant.options), variant.environment) as server:
-        yield server.url
-
-
-@contextmanager
-def running(settings: dict[str, Any], environment: dict[str, str]) -> Generator[OwnServer]:
-    """A server that answers; it is stopped afterwards, whatever happens."""
+def launched(model: str, options: ServingOptions, timeout: float) -> Generator[LaunchedServer]:
+    """A healthy server; it is stopped afterwards, whatever happens."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "anabranch.bench.serve.own_server",
-             json.dumps(settings | {"port": port})],
-            env=os.environ | environment,
+            [sys.executable, "-m", "anabranch.cli", *serve_arguments(model, options, timeout),
+             "--port", str(port)],
             stdin=subprocess.DEVNULL,
-            stdout=said,
-            stderr=said,
+            stdout=log,
+            stderr=log,
             start_new_session=True,  # an interrupt is ours to pass on
         )  # fmt: skip
         try:
-            _wait_until_healthy(process, url, said)
-            yield OwnServer(url, process.pid)
+            _wait_until_healthy(process, url, log)
+            yield LaunchedServer(url, process.pid)
         finally:
             _stop(process)
 
 
-def server_settings(options: ServeOptions) -> dict[str, Any]:
-    """What `own_server` reads. Its limits refuse nothing that the run sends."""
-    return {
-        "engine": engine_settings(options),
-        "max_queue": max(256, options.num_prompts),
-        "max_seconds": options.timeout,
-    }
+def serve_arguments(model: str, options: ServingOptions, timeout: float) -> list[str]:
+    """The command line of a server with these options, whose limits refuse nothing."""
+    engine = arguments_of(ServingOptions, options, without=("model",))
+    limits = ["--max-queue", str(QUEUE), "--max-request-seconds", str(timeout)]
+    return ["serve", model, *engine, *limits, "--log-level", "warning"]
 
 
-def engine_settings(options: ServeOptions) -> dict[str, Any]:
-    """As `EngineConfig` calls them: room for what is asked, unless the context was given."""
-    engine = options.engine_config() | {"model": options.launch}
-    engine["max_model_len"] = options.max_model_len or options.longest
-    if options.max_num_seqs is not None:
-        engine["max_num_seqs"] = options.max_num_seqs
-    return engine
-
-
-def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, said: IO[bytes]) -> None:
-    api = Api(parse_site(url), timeout=5.0)
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: IO[bytes]) -> None:
     end = time.monotonic() + START_SECONDS
-    while asyncio.run(api.get("/health")) is None:
+    while time.monotonic() < end:
+        with suppress(httpx.HTTPError):
+            if httpx.get(f"{url}/health", timeout=5.0, trust_env=False).status_code == 200:
+                return
         if process.poll() is not None:
-            raise ValueError(f"the server ended with {process.returncode}: {_last_line(said)}")
-        if time.monotonic() > end:
-            raise ValueError(f"the server is not ready after {START_SECONDS:g} s")
+            log.seek(0)
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            reason = lines[-1] if lines else "it printed nothing"
+            raise ValueError(f"the server ended with {process.returncode}: {reason}")
         time.sleep(POLL_SECONDS)
-
-
-def _last_line(said: IO[bytes]) -> str:
-    said.seek(0)
-    lines = said.read().decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")
+    raise ValueError(f"the server is not ready after {START_SECONDS:g} s")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
@@ -107,5 +83,5 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    with contextlib.suppress(ProcessLookupError):  # whoever of its group is left
+    with suppress(ProcessLookupError):  # the rest of its group
         os.killpg(process.pid, signal.SIGKILL)

@@ -1,0 +1,83 @@
+"""The `anabranch bench` commands: options and help. What they run is imported when it runs."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import typer
+
+from anabranch.bench.attention_options import AttentionOptions
+from anabranch.bench.engine.bench_options import (
+    BenchOptions,
+    CpuOptions,
+    LatencyOptions,
+    ScorersOptions,
+    SweepOptions,
+    ThroughputOptions,
+)
+from anabranch.bench.serve.load_options import LoadOptions
+from anabranch.bench.serve.soak_options import SoakOptions
+from anabranch.cli.options import add_command, new_app
+
+ATTENTION = {
+    "merge": """Time the merge of two states: torch, Triton, CUDA and FlashInfer.
+
+A case is tokens, heads, head dim and dtype: "T613 H16 D128 float16". Times are microseconds in a
+CUDA graph and, after the slash, called from Python.
+""",
+    "decode": """Time one query a sequence over paged keys, beside FlashAttention-3 and FlashInfer.
+
+A case is sequences, length, query heads / key heads and head dim: "B8 L8192 H32/8 D128". The rate
+counts the bytes of K and V.
+""",
+    "verify": """Time a few queries a sequence, as speculative decoding verifies drafts.
+
+A case is named as in decode, with the queries of a sequence: "B8 L8192 H32/8 D128 q4".
+""",
+    "prefill": """Time whole prompts over contiguous, ragged and paged keys, in TFLOP/s.
+
+A case is sequences, length and heads: "B1 S8192 H32/8 D128". Half of a causal mask is work.
+""",
+}
+BENCHES: dict[str, type[BenchOptions | SoakOptions]] = {
+    "latency": LatencyOptions,
+    "throughput": ThroughputOptions,
+    "sweep": SweepOptions,
+    "scorers": ScorersOptions,
+    "cpu": CpuOptions,
+    "soak": SoakOptions,
+}
+
+
+def _run_attention(name: str, options: AttentionOptions) -> None:
+    from anabranch.bench.runner import run_and_print
+
+    if not run_and_print(name, options):
+        raise typer.Exit(1)
+
+
+def _run_bench(name: str, options: BenchOptions | SoakOptions) -> None:
+    from anabranch.bench.benches import run_and_print
+
+    run_and_print(name, options)
+
+
+def _run_serve(options: LoadOptions) -> None:
+    from anabranch.bench.serve.serve_bench import run_and_print
+
+    run_and_print(options)
+
+
+app = new_app(
+    """Time this library beside its peers on this machine.
+
+    merge, decode, verify and prefill time attention; each implementation is checked against float64
+    first, and a wrong one is reported and not timed. latency, throughput, sweep, scorers and cpu
+    time the engine. serve and soak load a server.
+    """
+)
+for _name, _help in ATTENTION.items():
+    add_command(app, _name, AttentionOptions, partial(_run_attention, _name), _help)
+for _name, _options in BENCHES.items():
+    add_command(app, _name, _options, partial(_run_bench, _name))
+add_command(app, "serve", LoadOptions, _run_serve)

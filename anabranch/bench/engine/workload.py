@@ -1,0 +1,76 @@
+"""Prompts of the engine's benchmarks: random tokens, questions, and a text to summarise."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+RIVER = Path(__file__).parents[3] / "examples" / "river.txt"
+LOWEST_TOKEN = 10  # below are control tokens, of most vocabularies
+
+
+class Workload(NamedTuple):
+    """Prompts, and how many tokens follow each."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+
+def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Prompts of one length that share nothing."""
+    return random_workload(count, length, 1, vocab_size, seed=seed).prompts
+
+
+def random_workload(
+    count: int,
+    input_len: int,
+    output_len: int,
+    vocab_size: int,
+    *,
+    range_ratio: float = 0.0,
+    seed: int = 0,
+) -> Workload:
+    """Lengths are drawn from (1 - range_ratio) to (1 + range_ratio) times those given."""
+    rng = np.random.default_rng(seed)
+    low = min(LOWEST_TOKEN, vocab_size - 1)
+    prompts = [
+        rng.integers(low, vocab_size, size).tolist()
+        for size in _lengths(rng, count, input_len, range_ratio)
+    ]
+    return Workload(prompts, _lengths(rng, count, output_len, range_ratio))
+
+
+def _lengths(rng: np.random.Generator, count: int, length: int, ratio: float) -> list[int]:
+    low, high = round(length * (1 - ratio)), round(length * (1 + ratio))
+    return rng.integers(max(low, 1), max(high, 1) + 1, count).tolist()
+
+
+def summary_messages(file: Path | None = None) -> list[dict[str, str]]:
+    """A request for a summary of a file: the answer copies words, which n-grams find."""
+    path = file or RIVER
+    if not path.is_file():
+        raise FileNotFoundError(f"no text to summarise at {path}; give one with --file")
+    text = f"Please summarise the following text.\n\n{path.read_text().strip()}"
+    return [{"role": "user", "content": text}]
+
+
+def question_messages(count: int) -> list[list[dict[str, str]]]:
+    """Conversations of one question each."""
+    questions = islice(cycle(QUESTIONS), count)
+    return [[{"role": "user", "content": question}] for question in questions]
+
+
+QUESTIONS: Sequence[str] = (
+    "Explain how a bicycle stays upright.",
+    "Write a short story about a lighthouse.",
+    "What should I see in Lisbon in two days?",
+    "How does bread rise?",
+    "Describe the water cycle to a child.",
+    "Why is the sky blue, and why is it red in the evening?",
+    "Give me advice for learning the violin.",
+    "What happens inside a computer when I press a key?",
+)

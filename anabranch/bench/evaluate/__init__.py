@@ -1,1 +1,0 @@
-"""Accuracy on multiple-choice questions, in process or over an OpenAI endpoint."""

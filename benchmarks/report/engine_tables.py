@@ -1,0 +1,150 @@
+"""Tables of the engine and the server, from benchmarks/results/."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path("benchmarks/results")
+Table = tuple[str, list[str], list[list[str]]]  # title, columns, lines
+
+
+def engine_section(root: Path) -> str | None:
+    """Tables of the results there are."""
+    parts = [
+        _part(path, TABLES[kind])
+        for kind in TABLES
+        for path in sorted((root / FOLDER).glob(f"{kind}.json"))
+    ]
+    return "\n\n".join(parts) if parts else None
+
+
+def _part(path: Path, make: Callable[[dict[str, Any]], Table]) -> str:
+    results = json.loads(path.read_text())
+    header = results["header"]
+    title, columns, lines = make(results)
+    versions = ", ".join(f"{name} {version}" for name, version in header["versions"].items())
+    where = f"{header['device']}, {versions}; commit {header['commit']}, {header['date'][:10]}."
+    rows = [_row(columns), _row(["---", *["---:"] * (len(columns) - 1)]), *map(_row, lines)]
+    return "\n".join([title, "", *rows, "", where])
+
+
+def _row(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _latency(results: dict[str, Any]) -> Table:
+    lines = [
+        [row["case"], _number(row["ms_a_step"]), f"{row['prefill_ms']:.0f}", _stages(row)]
+        for row in results["rows"]
+    ]
+    settings = {row["setting"] for row in results["rows"]} - {"plain"}
+    title = (
+        f"**Latency**, {', '.join([results['options']['model'], *settings])}, sequences x tokens:"
+    )
+    return title, ["case", "ms a step, all decoding", "ms for all prompts", "stages, ms"], lines
+
+
+def _number(value: float | None, digits: int = 2) -> str:
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _stages(row: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {taken['median_ms']:.2f}" for name, taken in row["stages"].items())
+
+
+def _scorers(results: dict[str, Any]) -> Table:
+    plain = results["rows"][0]["ms"]
+    lines = [
+        [row["name"], str(row["tokens_a_sequence"]), f"{row['ms']:.1f}", f"{row['ms'] / plain:.2f}"]
+        for row in results["rows"]
+    ]
+    options = results["options"]
+    title = (
+        f"**Scorers**, {options['model']}, {options['batch']} sequences of {options['context']} "
+        "keys, one step in a graph:"
+    )
+    return title, ["step", "tokens a sequence", "ms", "to plain"], lines
+
+
+def _throughput(results: dict[str, Any]) -> Table:
+    ours = results["rows"][0]["output_tokens_s"]
+    lines = [
+        [
+            row["name"],
+            f"{row['requests_s']:.1f}",
+            f"{row['output_tokens_s']:.0f}",
+            f"{ours / row['output_tokens_s']:.2f}x",
+        ]
+        for row in results["rows"]
+        if "error" not in row
+    ]
+    options = results["options"]
+    title = (
+        f"**Throughput**, {options['model']}, {options['num_prompts']} prompts of "
+        f"{options['input_len']} tokens, {options['output_len']} out:"
+    )
+    return title, ["", "requests/s", "output tokens/s", "anabranch is"], lines
+
+
+def _cpu(results: dict[str, Any]) -> Table:
+    lines = [
+        [
+            row["ratio_of"],
+            f"{row['ratio']:.2f}x" + ("" if row["ratio"] >= row["bar"] else " (missed)"),
+        ]
+        if "ratio_of" in row
+        else [row["name"], f"{row['tokens_s']:.1f} tokens/s"]
+        for row in results["rows"]
+    ]
+    title = f"**CPU**, {results['options']['model']}, greedy, {results['options']['dtype']}:"
+    return title, ["", "median"], lines
+
+
+def _serve(results: dict[str, Any]) -> Table:
+    names = ("output_throughput", "median_ttft_ms", "median_tpot_ms", "median_itl_ms")
+    lines = [
+        [row["load"].rpartition(",")[0], row["setting"], *(_number(row[name], 1) for name in names)]
+        for row in sorted(results["rows"], key=lambda row: row["total_input_tokens"])
+    ]
+    options = results["options"]
+    title = (
+        f"**Serving**, {results['rows'][0]['model']}, {options['num_prompts']} requests, "
+        f"{options['concurrency']} at once, through HTTP:"
+    )
+    columns = ["load", "setting", "output tokens/s", "TTFT, ms", "TPOT, ms", "ITL, ms"]
+    return title, columns, lines
+
+
+def _soak(results: dict[str, Any]) -> Table:
+    options = results["options"]
+    names = ("completed", "vanished", "failed", "kv_usage_end")
+    lines = [
+        [
+            *(f"{row[name]:g}" for name in names),
+            f"{_number(row['median_health_ms'], 1)} / {_number(row['p99_health_ms'], 1)}",
+            f"{_number(row['memory_mib_early'], 0)} / {_number(row['memory_mib_late'], 0)}",
+        ]
+        for row in results["rows"]
+    ]
+    title = (
+        f"**Soak**, {options['model']}, {options['clients']} clients for {options['seconds']:g} s, "
+        f"{options['vanish']:.0%} vanishing:"
+    )
+    columns = ["completed", "vanished", "failed", "KV usage at the end"]
+    health = "/health p50 / p99, ms"
+    return title, [*columns, health, "memory, first / second half, MiB"], lines
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
+    "engine/*latency": _latency,
+    "engine/*draft": _latency,
+    "engine/*scorers": _scorers,
+    "engine/*throughput": _throughput,
+    "serve/*merge": _serve,
+    "serve/*scorers": _serve,
+    "engine/cpu": _cpu,
+    "serve/*soak": _soak,
+}

@@ -1,0 +1,73 @@
+"""The README's few ratios: this library against the fastest peer of the same run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+ATTENTION = {
+    "merge": "merge of two 16-bit states",
+    "decode": "decode over pages",
+    "verify": "verify: 3 to 8 queries a sequence",
+    "prefill": "prefill",
+}
+GROUPS = {"table", "models"}
+
+
+def headline_section(root: Path) -> str | None:
+    """A table of ratios with their GPU and date; None without results."""
+    folder = root / "benchmarks" / "results"
+    rows = [
+        _attention_row(path, label)
+        for bench, label in ATTENTION.items()
+        for path in sorted(folder.glob(f"*-{bench}.json"))
+    ]
+    rows += [_throughput_row(path) for path in sorted(folder.glob("engine/*throughput.json"))]
+    rows += [row for path in folder.glob("engine/cpu.json") for row in _cpu_rows(path)]
+    head = ["| speed of anabranch / that of the fastest peer | median | range | peers | run |"]
+    return "\n".join([*head, "|---|---:|---:|---|---|", *rows]) if rows else None
+
+
+def _attention_row(path: Path, label: str) -> str:
+    results = json.loads(path.read_text())
+    cases: dict[str, dict[str, Any]] = {}
+    for row in results["rows"]:
+        is_merge = row["shape"]["bench"] == "merge" and row["shape"]["num_heads"] == 32
+        counted = is_merge or GROUPS & set(row["shape"]["groups"])
+        if row["role"] == "ours" and row["ratio"] and row["best_peer"] != "torch" and counted:
+            cases.setdefault(row["case"], row)  # the first of ours is the one that is rated
+    ratios = [row["ratio"] for row in cases.values()]
+    peers = sorted({row["best_peer"].removesuffix(" paged") for row in cases.values()})
+    return _row(label, ratios, ", ".join(peers), results["header"])
+
+
+def _throughput_row(path: Path) -> str:
+    results = json.loads(path.read_text())
+    ours, *others = (row for row in results["rows"] if "error" not in row)
+    best = max(others, key=lambda row: row["output_tokens_s"])
+    options = results["options"]
+    label = f"{options['num_prompts']} prompts at once, {options['model'].removeprefix('dummy:')}"
+    ratio = ours["output_tokens_s"] / best["output_tokens_s"]
+    return _row(label, [ratio], best["name"].partition(" (")[0], results["header"])
+
+
+def _cpu_rows(path: Path) -> list[str]:
+    results = json.loads(path.read_text())
+    ratios = {row["ratio_of"]: row["ratio"] for row in results["rows"] if "ratio_of" in row}
+    labels = {
+        "batch 1 to transformers": ("one answer on a CPU, SmolLM2-135M", "transformers generate"),
+        "n-gram to no drafts": ("a summary on a CPU with n-gram drafts", "without drafts"),
+    }
+    return [
+        _row(label, [ratios[name]], peer, results["header"])
+        for name, (label, peer) in labels.items()
+        if name in ratios
+    ]
+
+
+def _row(label: str, ratios: list[float], peers: str, header: dict[str, Any]) -> str:
+    span = f"{min(ratios):.2f} to {max(ratios):.2f}" if len(ratios) > 1 else ""
+    run = f"{header['device'].removeprefix('NVIDIA ')}, {header['date'][:10]}"
+    return f"| {label} | **{median(ratios):.2f}x** | {span} | {peers} | {run} |"
