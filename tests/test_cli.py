@@ -269,6 +269,8 @@ def test_errors_are_clear(model: str, arguments: tuple[str, ...], named: str) ->
         (("--port", "99999"), "port must be from 0 to 65535, got 99999"),
         (("--log-level", "loud"), "--log-level must be one of"),
         (("--api-key", ""), "api_key must not be empty"),
+        (("--header-seconds", "0"), "header_seconds must be above 0 and finite, got 0.0"),
+        (("--max-engine-restarts", "-1"), "max_restarts must be at least 0, got -1"),
         (("--model-that-is-none",), "--model-that-is-none"),
     ],
 )
@@ -276,6 +278,21 @@ def test_serve_refuses_before_it_loads(arguments: tuple[str, ...], said: str) ->
     pytest.importorskip("uvicorn")
     done = invoke("serve", "dummy:nothing", *arguments)
     assert done.exit_code == 2 and said in done.stderr and "Traceback" not in done.output
+
+
+def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("uvicorn")
+    seen: dict[str, Any] = {}
+    monkeypatch.setattr(
+        "anabranch.server.command.serve", lambda config, **more: seen.update(more, config=config)
+    )
+    flags = ("--cors-origin", "https://a", "--cors-origin", "https://b", "--body-seconds", "5",
+             "--max-engine-restarts", "0", "--page-size", "32", "--no-prefix-caching")  # fmt: skip
+    done = invoke("serve", "dummy:nothing", *flags)
+    assert done.exit_code == 0, done.output
+    assert seen["cors_origins"] == ("https://a", "https://b") and not seen["max_engine_restarts"]
+    assert seen["limits"].body_seconds == 5.0 and seen["limits"].header_seconds == 20.0
+    assert (seen["config"].page_size, seen["config"].prefix_caching) == (32, False)
 
 
 def test_serve_says_that_its_port_is_taken() -> None:

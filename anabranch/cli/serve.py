@@ -42,7 +42,15 @@ class ServeCommandOptions(ServingOptions):
     max_body_mib: int = option(8, "Largest request body, in MiB.")
     max_request_seconds: float = option(600.0, "Longest time for one request.")
     max_prompt_tokens: int | None = option(None, "Longest prompt; the context length unless given.")
-    drain_seconds: int = option(60, "Time for open requests to finish after SIGTERM.")
+    header_seconds: float = option(20.0, "Time for the headers of a request to arrive.")
+    body_seconds: float = option(60.0, "Time for the body of a request to arrive.")
+    drain_seconds: float = option(60.0, "Time for open requests to finish after SIGTERM.")
+    max_engine_restarts: int = option(
+        3, "Restarts of a failed engine in ten minutes; after these, or with 0, exit with code 3."
+    )
+    cors_origin: tuple[str, ...] = option(
+        (), "Origin whose pages may call the server, or '*' for any. May be repeated."
+    )
     log_level: str = option("info", "Least severe messages that are logged.", choices=LOG_LEVELS)
 
 
@@ -69,7 +77,11 @@ def serve(options: ServeCommandOptions) -> None:
             max_body_bytes=options.max_body_mib << 20,
             max_request_seconds=options.max_request_seconds,
             max_prompt_tokens=options.max_prompt_tokens,
+            header_seconds=options.header_seconds,
+            body_seconds=options.body_seconds,
         ),
+        cors_origins=options.cors_origin,
+        max_engine_restarts=options.max_engine_restarts,
         drain_seconds=options.drain_seconds,
         log_level=options.log_level,
         progress=progress_bars(),
