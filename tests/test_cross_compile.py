@@ -21,6 +21,7 @@ TESTS = Path(__file__).parent
 ATTEND = "anabranch.kernels.triton.attend_kernel"
 HOPPER = "anabranch.kernels.gluon.kernel"
 ORDER = "anabranch.kernels.gluon.order"
+MERGE_PARTS = "anabranch.kernels.triton.merge_parts"
 # Tiles are chosen for Hopper and later; elsewhere decode must compile and fit.
 PREFIXES = {(ATTEND, "sm_80"): "decode", (ATTEND, "gfx942"): "decode"}
 # Bytes that a thread may spill, by the beginning of a case's name; the last line that fits counts.
@@ -35,6 +36,7 @@ SPILLS = {
     (HOPPER, "sm_90"): {"": 128, "every rule": 512, "256": 512},
     (ORDER, "sm_90"): {"": 16},
     **{(ATTEND, target): {"": 1 << 14} for target in ("sm_80", "sm_100", "gfx942")},
+    (MERGE_PARTS, "sm_100"): {"short": 8},
 }
 # Kernels that are launched while the one ahead ends, on GPUs that can.
 OVERLAPPED = {
