@@ -143,30 +143,36 @@ def test_prompts_as_long_as_a_verification(plain: LLM, speculative: Any) -> None
     assert outputs(llm, prompts) == expected
 
 
-@pytest.mark.parametrize("like_gpu", [False, True])
-@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["plain", "n-gram"])
+SEEDED: dict[str, Any] = {
+    "plain": None,
+    "n-gram": NGRAM,
+    "draft": DRAFT,
+    "draft, adaptive": DRAFT | {"adaptive": True},
+}
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+@pytest.mark.parametrize("speculative", SEEDED.values(), ids=SEEDED)
 def test_a_seed_reproduces_in_any_batch(plain: LLM, speculative: Any, like_gpu: bool) -> None:
+    """With any drafts or none, in any order, under page pressure."""
+    filters = {"top_p": 0.9, "min_p": 0.01, "top_k": 30}
+    penalties = {"presence_penalty": 0.3, "repetition_penalty": 1.1}
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.7, **filters, **penalties}, filters]
     params = [
-        SamplingParams(
-            temperature=0.7,
-            top_p=0.9,
-            min_p=0.01,
-            top_k=30,
-            presence_penalty=0.3,
-            repetition_penalty=1.1,
-            seed=seed,
-            max_tokens=16,
-            ignore_eos=True,
-        )
+        SamplingParams(seed=seed, max_tokens=16, ignore_eos=True, **options[seed % 3])
         for seed, _ in enumerate(PROMPTS)
     ]
     alone = one_by_one(plain, PROMPTS, params)
-    llm = tiny(speculative=speculative, kv_cache_gib=pages(9), max_model_len=120)
+    by_draft = speculative is not None and speculative["method"] == "draft"
+    room = pages(9, PAGE_BYTES * (2 if by_draft else 1))
+    llm = tiny(speculative=speculative, kv_cache_gib=room, max_model_len=120)
     if like_gpu:
         as_on_gpu(llm)
     assert outputs(llm, PROMPTS, params) == alone
     assert outputs(llm, PROMPTS[::-1], params[::-1]) == alone[::-1]
     assert llm.stats.num_preemptions > 0
+    if by_draft:
+        assert llm.stats.speculative.num_accepted_tokens > 0
 
 
 def test_the_engines_seed_is_that_of_requests_without_one() -> None:
@@ -249,7 +255,7 @@ def test_any_mix_gives_what_each_gives_alone(
                for size, *_ in requests for half in [size // 2]]  # fmt: skip
     params = [
         SamplingParams(
-            temperature=0 if greedy or draft else 0.8,
+            temperature=0 if greedy else 0.8,
             seed=number,
             max_tokens=tokens,
             prompt_logprobs=logprobs,

@@ -15,6 +15,7 @@ from anabranch.engine.inputs import StepInputs
 from anabranch.engine.layout import Scorer
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.engine.runner import Runner
+from anabranch.engine.sample_random import draw
 from anabranch.engine.sampling_rows import SamplingRows
 from anabranch.models import LoadedModel, load_model
 from anabranch.models.gated import gate_joined
@@ -71,6 +72,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     if device.type == "cuda":
         for each in runners:
             each.warm_up(_shapes(limits), say)
+        draw(torch.zeros(1, rows.vocab_size, device=device), unseen.new_zeros(1))
     if config.cuda_graphs and device.type == "cuda":
         _capture(config, limits, runner, chain, say)
     return Built(target, device, limits, runner, chain, rows, unseen)

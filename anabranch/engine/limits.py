@@ -72,8 +72,8 @@ def size(
     )
     shapes = [*layers.values(), *draft_layers.values()]
     logits = max_num_seqs * (1 + max_drafts) * vocab * 4 * SAMPLING_COPIES
-    if draft is not None:  # what drafts are drawn from, and drawing them in a graph
-        logits += max_num_seqs * (max_drafts + SAMPLING_COPIES) * vocab * 4
+    if draft is not None:  # drawing drafts in a graph
+        logits += max_num_seqs * SAMPLING_COPIES * vocab * 4
     budget = _cache_bytes(config, device, logits)
     one_page = page_bytes(shapes, config.page_size)
     wanted = -(-context // config.page_size)

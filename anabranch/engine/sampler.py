@@ -61,17 +61,14 @@ class Sampler:
         self._check(logits, batch)
         step = SampleStep(self._rows, batch, self.device)
         scores = step.process(logits, self._counts)
-        best = first_argmax(scores)
-        if not batch.max_drafts:
-            tokens = step.choose(scores, best).unsqueeze(1)
+        chosen = step.choose(scores, first_argmax(scores))
+        if batch.max_drafts:
+            tokens, num_accepted = step.verify(chosen)
+            num_emitted = num_accepted + 1
+        else:
+            tokens = chosen.unsqueeze(1)
             num_accepted = self._zeros[: len(batch.rows)]
             num_emitted = self._ones[: len(batch.rows)]
-        else:
-            drawn_drafts = Work.DRAW in step.work and batch.draft_probs is not None
-            tokens, num_accepted = (
-                step.reject(scores, best) if drawn_drafts else step.match(step.choose(scores, best))
-            )
-            num_emitted = num_accepted + 1
         if Work.PENALTIES in step.work:
             assert self._counts is not None
             self._counts.emit(step.tensors["seq_rows"], tokens, num_emitted)
