@@ -70,11 +70,12 @@ def start(
     for place, (length, number) in enumerate(zip(lengths, drafts, strict=True)):
         ids = torch.randint(2, VOCAB, (length,), generator=draws).tolist()
         params = SamplingParams(**options[place % len(options)])
-        seq = llm.engine._sequence(str(place), 0, ids, params, 100 + place)
+        seq = llm.engine.admission.sequence(str(place), 0, ids, params, 100 + place)
         seq.prompt_len, seq.row = length - 1, 3 * place % num_rows
         assert seq.pages.grow(length + number)
         runs.append(Scheduled(seq, length - 1, 1 + number, number))
-    llm.engine._launcher._own_rows(runs)
+    for run in runs:
+        llm.engine._launcher.own_row(run.seq)
     known = [Scheduled(run.seq, 0, run.start - 1, samples=False) for run in runs if run.start > 1]
     for run in known:
         chain_of(llm).runner.run([run])

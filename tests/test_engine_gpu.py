@@ -100,7 +100,7 @@ def make_step(llm: LLM, lengths: list[int], q_len: int) -> list[Scheduled]:
     for row, length in enumerate(lengths):
         ids = torch.randint(2, VOCAB, (length,), generator=draws).tolist()
         known = length - q_len + 1
-        seq = engine._sequence(str(row), 0, ids[:known], GREEDY, 0)
+        seq = engine.admission.sequence(str(row), 0, ids[:known], GREEDY, 0)
         seq.prompt_len = known - 1
         seq.drafts, seq.row = ids[known:], row
         assert seq.pages.grow(length)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +13,14 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import as_on_gpu, assert_idle, writing_source  # noqa: E402
+from tiny_models import as_on_gpu, assert_idle, source, writing_source  # noqa: E402
 from tiny_tokenizers import FAMILIES  # noqa: E402
 
 from anabranch.engine.detokeniser import Detokeniser, token_texts  # noqa: E402
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
 from anabranch.engine.text_stream import TextStream  # noqa: E402
-from anabranch.models import smollm2_directory  # noqa: E402
+from anabranch.models import load_model, smollm2_directory  # noqa: E402
 
 TEXT = "Ünïcode 🙂🙃 and 12345 – «done».\n\n"
 NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
@@ -183,6 +184,25 @@ def test_half_characters_without_end_are_settled() -> None:
     assert pieces.text + pieces.pending == family(name).decode(tokens)
 
 
+@pytest.mark.parametrize("name", ["byte-fallback BPE", "byte-level BPE"])
+def test_an_engine_writes_whatever_bytes_come(name: str, tmp_path: Path) -> None:
+    """Random tokens at a high temperature: hardly a run of bytes is UTF-8."""
+    tokenizer = family(name)
+    tokenizer.save_pretrained(tmp_path)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
+    load_model(source(**shape), device="cpu").model.save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), device="cpu", max_num_seqs=4)
+    prompt = [tokenizer.convert_tokens_to_ids("a")] * 2
+    params = SamplingParams(n=4, temperature=5.0, seed=1, max_tokens=60, ignore_eos=True)
+    (found,) = llm.generate([prompt], params)
+    texts = [one.text for one in found.outputs]
+    assert "�" in "".join(texts)
+    for one in found.outputs:
+        whole = tokenizer.decode(prompt + one.token_ids, skip_special_tokens=True)
+        assert tokenizer.decode(prompt) + one.text == whole
+        assert one.finish_reason == "length"
+
+
 class Letters:
     """A tokenizer whose tokens are characters."""
 
@@ -265,6 +285,10 @@ def test_text_prompts(llm: LLM) -> None:
     assert same.prompt is None and same.outputs[0].text == found.outputs[0].text
     with pytest.raises(ValueError, match="empty"):
         llm.generate("", params)
+    with pytest.raises(ValueError, match=r"lone surrogate '\\ud800' at 1"):
+        llm.generate("a\ud800", params)
+    with pytest.raises(ValueError, match="lone surrogate"):
+        llm.chat_prompt([{"role": "user", "content": "\udfff"}])
     chat = llm.chat_prompt([{"role": "user", "content": "hi"}])
     assert "hi" in llm.tokenizer.decode(chat) and isinstance(chat[0], int)
 

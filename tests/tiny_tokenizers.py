@@ -52,7 +52,8 @@ def by_bytes() -> PreTrainedTokenizerFast:
 
 
 def by_words(**options: Any) -> PreTrainedTokenizerFast:
-    words = "a the do n't ##n't n ' t ##s ##ing . , ! ##. 's 've ##re [UNK] 中".split()
+    words = ["a", "the", "do", "n't", "##n't", "n", "'", "t", "##s", "##ing", "中", "[UNK]"]
+    words += [".", ",", "!", "##.", "'s", "'ve", "##re"]
     model = models.WordPiece(numbered([*SPECIAL, *words]), unk_token="[UNK]")
     return wrapped(Tokenizer(model), decoders.WordPiece(cleanup=True), **options)
 
@@ -71,9 +72,7 @@ FAMILIES: dict[str, Any] = {
         decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace()])
     ),
     "unigram, metaspace": lambda: by_unigram(decoders.Metaspace()),
-    "unigram, cleaned": lambda: by_unigram(
-        decoders.Metaspace(), clean_up_tokenization_spaces=True
-    ),
+    "unigram, cleaned": lambda: by_unigram(decoders.Metaspace(), clean_up_tokenization_spaces=True),
     "wordpiece": by_words,
     "wordpiece, cleaned": lambda: by_words(clean_up_tokenization_spaces=True),
     "suffixes": by_suffixes,

@@ -25,6 +25,9 @@ from anabranch.speculative.adaptive import draft_numbers
 from anabranch.speculative.draft_chain import DraftChain, chain_keys
 from anabranch.speculative.draft_draws import DraftDraws
 from anabranch.speculative.draft_inputs import CATCH_UP, DraftInputs
+from anabranch.speculative.draft_model import DraftProposer
+from anabranch.speculative.ngram import NgramProposer
+from anabranch.speculative.proposer import Proposer
 
 COMPILED_WEIGHTS = 1_000_000_000
 
@@ -192,3 +195,14 @@ def eos_ids(built: Built) -> set[int]:
     of_tokenizer: Any = getattr(built.target.tokenizer, "eos_token_id", None)
     ids |= set() if of_tokenizer is None else {of_tokenizer}
     return {token for token in ids if 0 <= token < vocab_size(built.target)}
+
+
+def make_proposer(config: EngineConfig, built: Built) -> Proposer | None:
+    """What drafts tokens, by the method asked for."""
+    speculative = config.speculative
+    if speculative is None:
+        return None
+    if built.draft is None:
+        return NgramProposer(speculative.min_ngram, speculative.max_ngram)
+    budget = built.limits.max_num_tokens + built.limits.max_num_seqs
+    return DraftProposer(built.draft, budget)

@@ -7,10 +7,9 @@ and one replacement character a byte otherwise, so it is final when the run ends
 
 from __future__ import annotations
 
-import os.path
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
@@ -39,14 +38,17 @@ def token_texts(tokenizer: Any, skip_special: bool) -> TokenTexts:
         named = {f"<0x{byte:02X}>": byte for byte in range(256)}
         found = {backend.token_to_id(name): byte for name, byte in named.items()}
         bytes_of = {token: byte for token, byte in found.items() if token is not None}
+
+    def decode(ids: Sequence[int]) -> str:
+        return backend.decode(ids, skip_special_tokens=skip_special)
+
+    def is_text(token: int) -> bool:
+        return token not in skipped and backend.id_to_token(token) is not None
+
     cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
     cleans = cleans and type(backend.model).__name__ != "BPE"
-    return TokenTexts(
-        lambda ids: backend.decode(ids, skip_special_tokens=skip_special),
-        lambda token: token not in skipped and backend.id_to_token(token) is not None,
-        bytes_of,
-        tokenizer.clean_up_tokenization if cleans else None,
-    )
+    clean = tokenizer.clean_up_tokenization if cleans else None
+    return TokenTexts(decode, is_text, bytes_of, clean)
 
 
 class Detokeniser:
@@ -140,7 +142,8 @@ def _added(before: str, after: str) -> str:
     """What `after` has more than `before`, its beginning unless a decoder looks back."""
     if after.startswith(before):
         return after[len(before) :]
-    return after[len(os.path.commonprefix([before, after])) :]
+    pairs = zip(before, after, strict=False)
+    return after[sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs)) :]
 
 
 def _clean_cut(text: str) -> int:

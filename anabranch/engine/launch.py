@@ -29,6 +29,7 @@ class Asked(NamedTuple):
     at: float  # seconds of time.perf_counter
     batch: int  # sequences that were running
     num_drafts: int  # for each of them, at most
+    with_prompts: bool  # whether prompts were expected to run beside them
 
 
 class PendingPrompt(NamedTuple):
@@ -84,7 +85,6 @@ class Launcher:
     def launch(self, step: list[Scheduled], number: int, asked: Asked) -> Launched:
         """Everything of a step up to the copy of its tokens."""
         clock = StageClock(self._built.device)
-        self._own_rows(step)
         drafts = any(run.num_drafts for run in step)
         if self._proposer is not None and self._proposer.on_device:
             self._proposer.propose(step, clock)
@@ -96,21 +96,19 @@ class Launcher:
             samples, prompts = self._sample(step, logits)
         return Launched(number, asked, step, samples, clock, graphed, prompts)
 
-    def _own_rows(self, step: list[Scheduled]) -> None:
-        """Tell the sampler about sequences that have a new row."""
-        for run in step:
-            seq = run.seq
-            assert seq.row is not None
-            if self._owners.get(seq.row) is seq:
-                continue
-            if seq.row in self._owners:
-                self._sampler.remove(seq.row)
-            self._owners[seq.row] = seq
-            prompt = seq.tokens[: seq.prompt_len]
-            self._sampler.add(seq.row, seq.params, prompt, seq.output, seq.seed, self._eos_ids)
+    def own_row(self, seq: Sequence) -> None:
+        """Tell the sampler about a sequence that has a new row."""
+        assert seq.row is not None
+        if self._owners.get(seq.row) is seq:
+            return
+        if self._owners.pop(seq.row, None) is not None:
+            self._sampler.remove(seq.row)
+        prompt = seq.tokens[: seq.prompt_len]
+        self._sampler.add(seq.row, seq.params, prompt, seq.output, seq.seed, self._eos_ids)
+        self._owners[seq.row] = seq
 
     def _only_sampled(self, step: list[Scheduled], logits: StepLogits) -> StepLogits:
-        """A graph gives logits of a prompt's every token, when prompts happen to be as short."""
+        """Keep the sampled rows only: graphs return logits for every token."""
         if logits.every is None or all(run.num_known == 1 for run in step):
             return logits
         wanted = [

@@ -44,11 +44,11 @@ class Sampler:
         if row in self._taken:
             raise ValueError(f"row {row} holds a request")
         self._rows.write(row, params, seed, eos_token_ids)
-        self._taken.add(row)
         if params.penalised:
             if self._counts is None:
                 self._counts = TokenCounts(self._max_num_seqs, self.vocab_size, self.device)
             self._counts.reset(row, prompt_token_ids, output_token_ids)
+        self._taken.add(row)
 
     def remove(self, row: int) -> None:
         """Frees a row."""
