@@ -152,5 +152,6 @@ class AsyncLLM:
             listener.tell(request.output())
         except Exception as error:  # of this request alone
             listener.tell(error)
+            self.engine.abort(request.request_id)
         if request.finished:
             del self._listeners[request.request_id]
