@@ -1,8 +1,10 @@
-"""Are greedy tokens the same however a model is run? Counts answers that differ.
+"""Are tokens the same however a model is run? Counts answers that differ.
 
     python benchmarks/equal_tokens.py --model smollm2 --out equal.json
+    python benchmarks/equal_tokens.py --temperature 1 --prompts 50 --tokens 64
 
 Every setting answers the same prompts as the first one, which runs them one by one without graphs.
+With a temperature, every prompt has a seed of its own.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +38,7 @@ QUESTIONS = (
 DRAFTS: dict[str, Any] = {"num_drafts": 4, "adaptive": False}
 
 
-def settings(model: str) -> dict[str, dict[str, Any]]:
+def settings(draft: str) -> dict[str, dict[str, Any]]:
     """What is compared with the first setting."""
     return {
         "one by one, no graphs": {"cuda_graphs": False},
@@ -45,21 +48,42 @@ def settings(model: str) -> dict[str, dict[str, Any]]:
         "n-gram drafts, batch expansion": {
             "speculative": {"method": "ngram", "scorer": "batch-expansion", **DRAFTS}
         },
-        "draft model": {"speculative": {"method": "draft", "model": model, **DRAFTS}},
+        "draft model": {"speculative": {"method": "draft", "model": draft, **DRAFTS}},
         "adaptive drafts": {"speculative": {"method": "ngram"}},
+        "adaptive draft model, few pages": {
+            "speculative": {"method": "draft", "model": draft},
+            "max_model_len": 512,
+            "kv_cache_gib": 0.1,
+        },
         "merge apart": {"fused_merge": False},
         "prompts in chunks": {"max_num_batched_tokens": 24},
         "few pages": {"max_model_len": 512, "kv_cache_gib": 0.05},
     }
 
 
-def answers(llm: LLM, num_tokens: int, *, one_by_one: bool) -> list[list[int]]:
-    """Tokens for every question."""
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
-    prompts = [llm.chat_prompt([{"role": "user", "content": text}]) for text in QUESTIONS]
-    batches = [[prompt] for prompt in prompts] if one_by_one else [prompts]
-    outputs = [output for batch in batches for output in llm.generate(batch, params)]
-    return [output.outputs[0].token_ids for output in outputs]
+def prompts_for(llm: LLM, num_prompts: int) -> list[list[int]]:
+    """The questions, again and again with a number until there are enough."""
+    rounds = (f" ({number})" if number else "" for number in count())
+    texts = (text + again for again in rounds for text in QUESTIONS)
+    return [
+        llm.chat_prompt([{"role": "user", "content": text}]) for text in islice(texts, num_prompts)
+    ]
+
+
+def answers(llm: LLM, given: argparse.Namespace, *, one_by_one: bool) -> list[list[int]]:
+    """Tokens for every prompt."""
+    prompts = prompts_for(llm, given.prompts)
+    params = [
+        SamplingParams(
+            temperature=given.temperature, seed=seed, max_tokens=given.tokens, ignore_eos=True
+        )
+        for seed, _ in enumerate(prompts)
+    ]
+    if one_by_one:
+        found = [llm.generate([each], one)[0] for each, one in zip(prompts, params, strict=True)]
+    else:
+        found = llm.generate(prompts, params)
+    return [output.outputs[0].token_ids for output in found]
 
 
 def main() -> None:
@@ -68,16 +92,19 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default=None)
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--draft-model", help="by default the model itself")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--prompts", type=int, default=len(QUESTIONS))
+    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     rows: list[dict[str, Any]] = []
     first: list[list[int]] | None = None
-    for name, options in settings(given.model).items():
-        given_options = {"max_num_seqs": 16, **options}
+    for name, options in settings(given.draft_model or given.model).items():
+        given_options: dict[str, Any] = {"max_num_seqs": 16, **options}
         llm = LLM(given.model, device=given.device, dtype=given.dtype, **given_options)
         for again in (False, True):  # the second time prompts are found in the cache
-            found = answers(llm, given.tokens, one_by_one=name.startswith("one"))
+            found = answers(llm, given, one_by_one=name.startswith("one"))
             first = first or found
             differ = sum(a != b for a, b in zip(first, found, strict=True))
             stats = llm.stats

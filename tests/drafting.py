@@ -1,25 +1,25 @@
-"""Drafts drawn as the sampler that verifies them would draw, one position at a time."""
+"""Drafts as the sampler that verifies them would choose them, one position at a time."""
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from anabranch.engine.logits import clean_scores, first_argmax
 from anabranch.engine.sample_batch import SampleBatch
-from anabranch.engine.sample_random import DRAFT, uniforms
 from anabranch.engine.sample_step import SampleStep
-from anabranch.engine.sample_weights import draw
 from anabranch.engine.sampler import Sampler
 
 
-def propose(sampler: Sampler, logits: Tensor, batch: SampleBatch) -> tuple[Tensor, Tensor]:
-    """Tokens [num_seqs] and the probabilities [num_seqs, vocab] they are drawn from."""
+def propose(sampler: Sampler, logits: Tensor, batch: SampleBatch) -> Tensor:
+    """Tokens [num_seqs], drawn with the noise of their positions."""
     step = SampleStep(sampler._rows, batch, sampler.device)
     scores = clean_scores(logits)
-    weights = step.target_weights(scores, first_argmax(scores))
-    seeds = sampler._rows.table["seed"][list(batch.rows)]
-    draws = uniforms(seeds, np.array(batch.num_outputs, np.int64), DRAFT)
-    total = weights.sum(1, keepdim=True, dtype=torch.int64).clamp_(min=1)
-    return draw(weights, torch.from_numpy(draws).to(weights.device)), weights / total
+    return step.choose(scores, first_argmax(scores))
+
+
+def filtered_probs(sampler: Sampler, logits: Tensor, batch: SampleBatch) -> Tensor:
+    """What tokens are drawn from, [num_seqs, vocab]."""
+    step = SampleStep(sampler._rows, batch, sampler.device)
+    scores = clean_scores(logits)
+    return torch.softmax(step._filter(scores, first_argmax(scores)).double(), 1)

@@ -16,6 +16,8 @@ from tiny_models import GREEDY, as_on_gpu, assert_idle, one_by_one, random_promp
 
 from anabranch.engine.async_llm import AsyncLLM, EngineDead
 from anabranch.engine.llm import LLM
+from anabranch.engine.outputs import RequestOutput
+from anabranch.engine.request import Request
 from anabranch.engine.sampling_params import SamplingParams
 
 PROMPTS = random_prompts()
@@ -114,8 +116,8 @@ BAD: list[tuple[Any, Any, type[Exception]]] = [
     ([5, 1000], GREEDY, ValueError),
     ([5] * 300, GREEDY, ValueError),
     ("text", GREEDY, ValueError),
-    (None, GREEDY, TypeError),
-    ([5], None, AttributeError),
+    (None, GREEDY, ValueError),
+    ([5], None, ValueError),
     ([5], SamplingParams(logit_bias={500: 1.0}), ValueError),
 ]
 
@@ -138,7 +140,6 @@ def test_bad_requests_disturb_no_other(served: AsyncLLM, llm: LLM) -> None:
 @pytest.mark.parametrize("broken", ["launch", "land", "abort too"])
 def test_a_failing_engine_ends_every_request(llm: LLM, broken: str) -> None:
     engine = llm.engine
-    name = "_land" if broken == "land" else "_launcher"
     steps = 0
     step = engine.step
 
@@ -149,7 +150,8 @@ def test_a_failing_engine_ends_every_request(llm: LLM, broken: str) -> None:
         nonlocal steps
         steps += 1
         if steps == 3:
-            setattr(engine, name, fail if name == "_land" else type("", (), {"launch": fail})())
+            at = (engine, "_land") if broken == "land" else (engine._launcher, "launch")
+            setattr(*at, fail)
             if broken == "abort too":
                 engine.abort = fail  # type: ignore[method-assign]
         return step()
@@ -224,3 +226,25 @@ def test_a_reader_whose_loop_is_gone_does_not_stop_the_engine(served: AsyncLLM, 
     assert served.alive
     with suppress(Exception):
         run(lost[0].aclose())
+
+
+def test_an_output_that_cannot_be_made_ends_its_request(
+    llm: LLM, served: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = Request.output
+
+    def output_or_fail(request: Request) -> RequestOutput:
+        if request.request_id == "bad":
+            raise RuntimeError("no output")
+        return output(request)
+
+    async def both() -> list[Any]:
+        streams = [served.generate(name, PROMPTS[3], GREEDY) for name in ("good", "bad")]
+        return await asyncio.gather(*map(tokens_of, streams), return_exceptions=True)
+
+    monkeypatch.setattr(Request, "output", output_or_fail)
+    good, bad = run(both())
+    assert good == one_by_one(tiny(), PROMPTS[3:4])[0] and served.alive
+    assert isinstance(bad, RuntimeError) and "no output" in str(bad)
+    served.close()
+    assert_idle(llm)

@@ -140,6 +140,27 @@ def test_only_computed_pages_are_found() -> None:
     assert SequencePages(pool, PAGE).match_prefix(tokens) == 8
 
 
+def test_pages_are_found_without_the_draft_models_keys() -> None:
+    """Only pages that it has computed to their end count, from the first on, until taken."""
+    pool, tokens = PagePool(5), list(range(17))
+    first = SequencePages(pool, PAGE)
+    assert first.grow(16)
+    first.remember(tokens, 16)
+    first.mark_drafted(2 * PAGE + 3)
+    second = SequencePages(pool, PAGE)
+    assert (second.match_prefix(tokens), second.num_drafted) == (16, 8)
+    second.mark_drafted(16)
+    third = SequencePages(pool, PAGE)
+    assert (third.match_prefix(tokens), third.num_drafted) == (16, 16)
+    for each in (first, second, third):
+        each.release()
+        assert each.num_drafted == 0
+    other = SequencePages(pool, PAGE)
+    assert other.grow(20)
+    other.remember(tokens, 16)
+    assert not any(pool.is_drafted(page) for page in other.pages), "keys of other tokens"
+
+
 def test_a_preempted_sequence_finds_its_own_pages_until_they_are_taken() -> None:
     pool = PagePool(4)
     tokens = list(range(13))

@@ -70,11 +70,12 @@ def start(
     for place, (length, number) in enumerate(zip(lengths, drafts, strict=True)):
         ids = torch.randint(2, VOCAB, (length,), generator=draws).tolist()
         params = SamplingParams(**options[place % len(options)])
-        seq = llm.engine._sequence(str(place), 0, ids, params, 100 + place)
+        seq = llm.engine.admission.sequence(str(place), 0, ids, params, 100 + place)
         seq.prompt_len, seq.row = length - 1, 3 * place % num_rows
         assert seq.pages.grow(length + number)
         runs.append(Scheduled(seq, length - 1, 1 + number, number))
-    llm.engine._launcher._own_rows(runs)
+    for run in runs:
+        llm.engine._launcher.own_row(run.seq)
     known = [Scheduled(run.seq, 0, run.start - 1, samples=False) for run in runs if run.start > 1]
     for run in known:
         chain_of(llm).runner.run([run])
@@ -89,22 +90,16 @@ def started(*args: Any, **options: Any) -> Iterator[list[Scheduled]]:
         run.seq.pages.release()
 
 
-Choose = Callable[[torch.Tensor, list[Scheduled], int], tuple[torch.Tensor, torch.Tensor]]
+Choose = Callable[[torch.Tensor, list[Scheduled], int], torch.Tensor]
 
 
-def a_pass_at_a_time(
-    llm: LLM, runs: list[Scheduled], choose: Choose
-) -> tuple[list[list[int]], torch.Tensor]:
-    """Drafts, each told to the host and run like a known token, and what they were drawn from."""
+def a_pass_at_a_time(llm: LLM, runs: list[Scheduled], choose: Choose) -> list[list[int]]:
+    """Drafts, each reported to the host and run like a known token."""
     runner, drafts = chain_of(llm).runner, [list[int]() for _ in runs]
-    probs = torch.zeros(
-        len(runs), max(run.num_drafts for run in runs), VOCAB, device=llm.engine.device
-    )
     parts = [Scheduled(run.seq, run.start - 1, 2, by_draft_model=True) for run in runs]
     active = list(range(len(runs)))
-    for place in range(probs.shape[1]):
-        logits = runner.run(parts).rows
-        tokens, probs[active, place] = choose(logits, [runs[i] for i in active], place)
+    for place in range(max(run.num_drafts for run in runs)):
+        tokens = choose(runner.run(parts).rows, [runs[i] for i in active], place)
         for i, token in zip(active, tokens.tolist(), strict=True):
             runs[i].seq.tokens.append(token)
             drafts[i].append(token)
@@ -115,7 +110,7 @@ def a_pass_at_a_time(
         ]
     for run in runs:
         del run.seq.tokens[run.start + 1 :]
-    return drafts, probs
+    return drafts
 
 
 def by_sampler(llm: LLM, runs: list[Scheduled]) -> Choose:
@@ -125,12 +120,10 @@ def by_sampler(llm: LLM, runs: list[Scheduled]) -> Choose:
     for run in runs:
         sampler.add(run.seq.row or 0, run.seq.params, [], [], run.seq.seed)
 
-    def choose(
-        logits: torch.Tensor, active: list[Scheduled], place: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(logits: torch.Tensor, active: list[Scheduled], place: int) -> torch.Tensor:
         rows = [run.seq.row or 0 for run in active]
         outputs = [run.seq.num_output - place for run in active]
-        assert outputs == [1] * len(active), "told drafts are no outputs"
+        assert outputs == [1] * len(active), "drafts are no outputs"
         batch = SampleBatch(
             rows=rows, num_outputs=[1 + place] * len(rows), num_drafts=[0] * len(rows)
         )
@@ -139,15 +132,15 @@ def by_sampler(llm: LLM, runs: list[Scheduled]) -> Choose:
     return choose
 
 
-def chained(llm: LLM, runs: list[Scheduled]) -> tuple[list[list[int]], torch.Tensor | None]:
-    """Drafts as the table of unseen tokens has them, and what they were drawn from."""
+def chained(llm: LLM, runs: list[Scheduled]) -> list[list[int]]:
+    """Drafts as the table of unseen tokens has them."""
     unseen = llm.engine._launcher._built.unseen
     unseen.fill_(-1)
-    probs = chain_of(llm).draft(runs)
+    chain_of(llm).draft(runs)
     table: list[list[int]] = unseen.tolist()
     drafts = [table[run.seq.row or 0][1 : 1 + run.num_drafts] for run in runs]
     assert all(row[0] == -1 for row in table), "the last tokens of steps are elsewhere"
-    return drafts, None if probs is None else probs.clone()
+    return drafts
 
 
 @pytest.mark.parametrize("options", SAMPLED.values(), ids=SAMPLED)
@@ -157,13 +150,9 @@ def test_a_chain_gives_the_bits_of_a_pass_at_a_time(
 ) -> None:
     with started(llm, lengths, [4] * len(lengths), options) as runs:
         caches = [layer.anabranch_cache for layer in chain_of(llm).runner._layers]
-        drafts, probs = chained(llm, runs)
+        drafts = chained(llm, runs)
         kept = [(cache.k.clone(), cache.v.clone()) for cache in caches]
-        expected, drawn_from = a_pass_at_a_time(llm, runs, by_sampler(llm, runs))
-        assert drafts == expected
-        assert (probs is None) == all(run.seq.params.greedy for run in runs)
-        if probs is not None:
-            assert torch.equal(probs, drawn_from)
+        assert drafts == a_pass_at_a_time(llm, runs, by_sampler(llm, runs))
         for cache, (k, v) in zip(caches, kept, strict=True):
             assert torch.equal(cache.k, k) and torch.equal(cache.v, v)
 
@@ -192,13 +181,7 @@ def test_numbers_of_drafts_may_differ(
             started(llm, LENGTHS[: len(drafts)], drafts, options) as runs,
             graphs(chain_of(llm), keys),
         ):
-            found, probs = chained(llm, runs)
-            expected, drawn_from = a_pass_at_a_time(llm, runs, by_sampler(llm, runs))
-            assert found == expected
-            for place, run in enumerate(runs):
-                if probs is not None:
-                    one, other = (x[place, : run.num_drafts] for x in (probs, drawn_from))
-                    torch.testing.assert_close(one, other)
+            assert chained(llm, runs) == a_pass_at_a_time(llm, runs, by_sampler(llm, runs))
 
 
 def assert_keeps_only_its_own(llm: LLM, runs: list[Scheduled]) -> None:
@@ -231,17 +214,15 @@ def test_inert_sequences_keep_nothing_and_write_no_row_of_another(llm: LLM) -> N
         assert rows[:6] == [run.seq.row for run in runs]
 
 
-def test_drafts_of_a_large_top_k_come_from_fewer_tokens() -> None:
-    llm = tiny(speculative=DRAFT, max_num_seqs=11)
+def test_drafts_of_a_large_top_k_come_from_fewer_tokens(llm: LLM) -> None:
     draws = DraftDraws(llm.engine._launcher._built.rows, 2, torch.device("cpu"))
     with started(llm, [5, 5], [2, 2], [{"top_k": 90}, {"top_k": 3}]) as runs:
         assert draws.kind(runs) is Kind.FILTERED
         draws.load(runs, 2)
-        logits = torch.randn(2, VOCAB)
-        tokens = draws.choose(logits, 1, Kind.FILTERED)
-        kept = draws.probs[:2, 1] > 0
+        scores = torch.randn(2, VOCAB)
+        kept = draws._filter(scores.clone(), scores.argmax(1), Kind.FILTERED).isfinite()
         assert kept.sum(1).tolist() == [64, 3]
-        torch.testing.assert_close(draws.probs[:2, 1].sum(1), torch.ones(2))
+        tokens = draws.choose(scores, 1, Kind.FILTERED)
         assert kept.gather(1, tokens[:, None]).all()
 
 
@@ -294,4 +275,3 @@ def test_arrays_lie_where_they_were() -> None:
 def test_greedy_runs_need_no_draws(llm: LLM) -> None:
     with started(llm, [9, 9], [1, 1], [{"temperature": 0}, {"top_k": 1}]) as runs:
         assert chain_of(llm)._draws.kind(runs) is Kind.BEST
-        assert chain_of(llm).draft(runs) is None

@@ -31,10 +31,13 @@ from tiny_models import (
     tiny,
 )
 
+from anabranch.engine import arrivals as arrivals_module
 from anabranch.engine import launch as launch_module
+from anabranch.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.engine.llm import LLM
 from anabranch.engine.logprobs import prompt_logprobs
 from anabranch.engine.sampling_params import SamplingParams
+from anabranch.engine.text_stream import TextStream
 
 NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
 DRAFT = {"method": "draft", "model": blurred_source(), "adaptive": False}
@@ -143,30 +146,36 @@ def test_prompts_as_long_as_a_verification(plain: LLM, speculative: Any) -> None
     assert outputs(llm, prompts) == expected
 
 
-@pytest.mark.parametrize("like_gpu", [False, True])
-@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["plain", "n-gram"])
+SEEDED: dict[str, Any] = {
+    "plain": None,
+    "n-gram": NGRAM,
+    "draft": DRAFT,
+    "draft, adaptive": DRAFT | {"adaptive": True},
+}
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+@pytest.mark.parametrize("speculative", SEEDED.values(), ids=SEEDED)
 def test_a_seed_reproduces_in_any_batch(plain: LLM, speculative: Any, like_gpu: bool) -> None:
+    """With any drafts or none, in any order, under page pressure."""
+    filters = {"top_p": 0.9, "min_p": 0.01, "top_k": 30}
+    penalties = {"presence_penalty": 0.3, "repetition_penalty": 1.1}
+    options: list[dict[str, Any]] = [{}, {"temperature": 0.7, **filters, **penalties}, filters]
     params = [
-        SamplingParams(
-            temperature=0.7,
-            top_p=0.9,
-            min_p=0.01,
-            top_k=30,
-            presence_penalty=0.3,
-            repetition_penalty=1.1,
-            seed=seed,
-            max_tokens=16,
-            ignore_eos=True,
-        )
+        SamplingParams(seed=seed, max_tokens=16, ignore_eos=True, **options[seed % 3])
         for seed, _ in enumerate(PROMPTS)
     ]
     alone = one_by_one(plain, PROMPTS, params)
-    llm = tiny(speculative=speculative, kv_cache_gib=pages(9), max_model_len=120)
+    by_draft = speculative is not None and speculative["method"] == "draft"
+    room = pages(9, PAGE_BYTES * (2 if by_draft else 1))
+    llm = tiny(speculative=speculative, kv_cache_gib=room, max_model_len=120)
     if like_gpu:
         as_on_gpu(llm)
     assert outputs(llm, PROMPTS, params) == alone
     assert outputs(llm, PROMPTS[::-1], params[::-1]) == alone[::-1]
     assert llm.stats.num_preemptions > 0
+    if by_draft:
+        assert llm.stats.speculative.num_accepted_tokens > 0
 
 
 def test_the_engines_seed_is_that_of_requests_without_one() -> None:
@@ -249,7 +258,7 @@ def test_any_mix_gives_what_each_gives_alone(
                for size, *_ in requests for half in [size // 2]]  # fmt: skip
     params = [
         SamplingParams(
-            temperature=0 if greedy or draft else 0.8,
+            temperature=0 if greedy else 0.8,
             seed=number,
             max_tokens=tokens,
             prompt_logprobs=logprobs,
@@ -510,6 +519,11 @@ def test_a_token_outside_the_vocabulary_ends_nothing(expected: list[list[int]]) 
         ([3, -1], {}, "token id -1"),
         ([3, 2.5], {}, "2.5"),
         ([3, True], {}, "True"),
+        (None, {}, "text or a list of token ids, got NoneType"),
+        (7, {}, "text or a list of token ids, got int 7"),
+        (b"text", {}, "got bytes"),
+        ({"prompt": "text"}, {}, "got dict {'prompt': 'text'}"),
+        ([3, {"id": 4}], {}, "holds integers, got {'id': 4}"),
         ([5] * 256, {}, "256 tokens.*allows 255"),
         ("text", {}, "no tokenizer"),
         ([3], {"stop": "x"}, "no tokenizer"),
@@ -532,8 +546,12 @@ def test_one_bad_request_and_none_is_run(
 def test_refusals_of_a_call(plain: LLM) -> None:
     with pytest.raises(ValueError, match="2 prompts but 1"):
         plain.generate([PROMPT, PROMPT], [GREEDY])
-    with pytest.raises(TypeError):
-        plain.generate([PROMPT, None], GREEDY)  # type: ignore[list-item]
+    for prompt in (None, 7, b"text", {"text": 1}, {}):
+        with pytest.raises(ValueError, match="a prompt is text or a list of token ids, got"):
+            plain.generate(prompt, GREEDY)  # type: ignore[arg-type]
+    for params in (7, {"n": 1}, [None]):
+        with pytest.raises(ValueError, match=r"SamplingParams.*, got"):
+            plain.generate([PROMPT], params)  # type: ignore[arg-type]
     assert_idle(plain)
     with pytest.raises(ValueError, match="chat template"):
         plain.chat_prompt([{"role": "user", "content": "hi"}])
@@ -550,7 +568,11 @@ def test_refusals_of_a_call(plain: LLM) -> None:
     [
         ({"beams": 4}, "beams"),
         ({"speculative": {"method": "oracle"}}, "oracle"),
-        ({"speculative": {"methd": "ngram"}}, "methd"),
+        ({"speculative": {"methd": "ngram"}}, "unknown options of speculative: methd"),
+        ({"speculative": "oracle"}, "oracle"),
+        ({"speculative": "draft"}, "needs model"),
+        ({"speculative": 4}, "speculative must be .* got 4"),
+        ({"speculative": {"num_drafts": "4"}}, "num_drafts must be an integer, got '4'"),
         ({"speculative": {"method": "draft"}}, "needs model"),
         ({"speculative": {"model": "x"}}, "takes no model"),
         ({"speculative": {"num_drafts": 0}}, "num_drafts"),
@@ -574,11 +596,132 @@ def test_refusals_of_a_call(plain: LLM) -> None:
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=message):
+    error = TypeError if "beams" in options else ValueError
+    with pytest.raises(error, match=message):
         tiny(**options)
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+def test_scored_prompts_keep_few_rows_of_logits(plain: LLM, like_gpu: bool) -> None:
+    """However long prompts are, and however many of them are scored at once."""
+    llm = tiny()
+    if like_gpu:
+        as_on_gpu(llm)
+    llm.engine.scheduler.max_num_scored = 8
+    rows: list[int] = []
+    head = llm.engine._launcher._built.target.model.get_output_embeddings()
+    head.register_forward_hook(lambda _, __, logits: rows.append(logits.shape[1]))
+    params = replace(GREEDY, prompt_logprobs=2, max_tokens=3)
+    prompts = [*PROMPTS, PROMPTS[3] * 4]
+    found = llm.generate(prompts, [params, *[replace(params, seed=1)] * (len(prompts) - 1)])
+    assert max(rows) <= 8 + len(prompts), "and one for each that samples"
+    for ours, theirs in zip(found, plain.generate(prompts, params), strict=True):
+        assert ours.outputs[0].token_ids == theirs.outputs[0].token_ids
+        assert [*map(_rounded, ours.prompt_logprobs or [])] == [
+            *map(_rounded, theirs.prompt_logprobs or [])
+        ]
+    assert_idle(llm)
+
+
+def test_speculation_by_the_name_of_its_method() -> None:
+    assert EngineConfig(speculative="ngram").speculative == SpeculativeConfig()  # type: ignore[arg-type]
+    assert EngineConfig(speculative="off").speculative is None  # type: ignore[arg-type]
+    assert tiny(speculative="ngram").engine.limits.max_drafts == SpeculativeConfig().num_drafts
 
 
 def test_little_memory_shortens_the_context() -> None:
     llm = tiny(kv_cache_gib=pages(3))
     assert llm.engine.limits.max_model_len == 48
     assert len(outputs(llm, [PROMPTS[5]], replace(GREEDY, max_tokens=None))[0]) == 48 - len(PROMPT)
+
+
+# What goes wrong with one request ends that one
+
+
+@pytest.fixture(params=[False, True], ids=["in turn", "in flight"])
+def served(request: pytest.FixtureRequest) -> LLM:
+    llm = tiny(max_num_seqs=4)
+    return as_on_gpu(llm) if request.param else llm
+
+
+def broken(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("of one request")
+
+
+def answers_beside_a_failure(llm: LLM, expected: list[list[int]]) -> Any:
+    """Answer all prompts, of which the third has a seed; it alone may fail."""
+    params = [replace(GREEDY, logprobs=2, prompt_logprobs=1) for _ in PROMPTS]
+    params[2] = replace(params[2], n=2, seed=77)
+    found = llm.generate(PROMPTS, params)
+    assert_idle(llm)
+    for number, (answer, tokens) in enumerate(zip(found, expected, strict=True)):
+        if number != 2:
+            assert answer.error is None and answer.outputs[0].token_ids == tokens
+            assert answer.outputs[0].finish_reason == "length"
+    failed = found[2]
+    assert failed.finished and failed.error == "RuntimeError: of one request"
+    assert [one.finish_reason for one in failed.outputs] == ["error", "error"]
+    return failed
+
+
+def test_a_failing_text_ends_its_request(
+    served: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push = TextStream.push
+    add = served.engine.add_request
+
+    def add_request(*args: Any) -> Any:
+        request = add(*args)
+        for stream in request.texts if request.params.seed == 77 else ():
+            bad.add(stream)
+        return request
+
+    def push_or_fail(self: TextStream, token: int, **options: Any) -> bool:
+        return broken() if self in bad else push(self, token, **options)
+
+    bad: set[TextStream] = set()
+    monkeypatch.setattr(served.engine, "add_request", add_request)
+    monkeypatch.setattr(TextStream, "push", push_or_fail)
+    failed = answers_beside_a_failure(served, expected)
+    assert failed.outputs[0].token_ids == expected[2][:1]
+
+
+@pytest.mark.parametrize("where", ["_entry", "top_entries"], ids=["output", "prompt"])
+def test_failing_logprobs_end_their_request(
+    served: LLM, where: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module: Any = arrivals_module if where == "_entry" else launch_module
+    make, land = getattr(module, where), served.engine._land_run
+    landing: list[Any] = []
+
+    def land_run(run: Any, *args: Any) -> None:
+        landing[:] = [run.seq]
+        land(run, *args)
+
+    def make_or_fail(*args: Any) -> Any:
+        return broken() if landing[0].params.seed == 77 else make(*args)
+
+    monkeypatch.setattr(served.engine, "_land_run", land_run)
+    monkeypatch.setattr(module, where, make_or_fail)
+    assert answers_beside_a_failure(served, expected).outputs[0].token_ids == []
+
+
+def test_a_row_that_cannot_be_set_up_ends_its_request(
+    served: LLM, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = served.engine._launcher._sampler
+    add = sampler.add
+
+    def add_or_fail(row: int, params: SamplingParams, *args: Any) -> None:
+        return broken() if params.seed == 77 else add(row, params, *args)
+
+    monkeypatch.setattr(sampler, "add", add_or_fail)
+    assert answers_beside_a_failure(served, expected).outputs[0].token_ids == []
+    monkeypatch.undo()
+    assert outputs(served, PROMPTS) == expected
+
+
+def test_a_broken_device_ends_the_engine(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(served.engine._launcher._built.runner, "run", broken)
+    with pytest.raises(RuntimeError, match="of one request"):
+        served.generate(PROMPTS, GREEDY)

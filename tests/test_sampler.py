@@ -9,18 +9,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from drafting import propose
+from drafting import filtered_probs
 from torch import Tensor
 
 from anabranch.engine.logits import _argmax_in_pieces
 from anabranch.engine.logprobs import prompt_logprobs
 from anabranch.engine.sample_batch import SampleBatch
+from anabranch.engine.sample_filters import UNIT, keep_top_p
 from anabranch.engine.sample_output import HostSamples
-from anabranch.engine.sample_random import ACCEPT, DRAFT, DRAW, child_seed, fresh_seed, uniforms
-from anabranch.engine.sample_weights import UNIT, draw, fine_bins, keep_top_p, weights_of
+from anabranch.engine.sample_random import child_seed, draw, fresh_seed, noise_keys
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.sampling_rows import SamplingRows
+from anabranch.kernels.cpu import gumbel_argmax as on_cpu
+from anabranch.kernels.triton import gumbel_argmax as in_triton
 
 VOCAB = 12
 FILTERS: dict[str, dict[str, Any]] = {
@@ -116,54 +118,73 @@ def test_filters_equal_the_slow_ones(vocab: int, dtype: torch.dtype, spread: flo
     # Distinct in every dtype, so that there are no ties to keep.
     levels = torch.arange(vocab).double() * (spread / vocab)
     logits = torch.stack([levels[torch.randperm(vocab)] for _ in requests]).to(dtype)
-    _, probs = propose(sampler_of(*requests, vocab=vocab), logits, batch_of(len(requests)))
+    sampler = sampler_of(*requests, vocab=vocab)
+    probs = filtered_probs(sampler, logits, batch_of(len(requests)))
     for params, row, found in zip(requests, logits, probs, strict=True):
         expected = expected_probs(row, params)
-        assert torch.equal(found > 0, expected * UNIT > expected.max()), params
-        torch.testing.assert_close(found.double(), expected, atol=2e-6, rtol=1e-4)
+        weighs = expected * UNIT > expected.max()
+        assert torch.equal((found > 0) & weighs, weighs), params
+        assert not found[expected == 0].any(), params
+        torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
 
 
 def test_ties_are_kept_by_filters() -> None:
     logits = torch.tensor([[0.0, 5.0, 3.0, 3.0, 3.0, 0.0]]).expand(2, -1)
     sampler = sampler_of(SamplingParams(top_k=2), SamplingParams(top_p=0.8), vocab=6)
-    _, probs = propose(sampler, logits, batch_of(2))
+    probs = filtered_probs(sampler, logits, batch_of(2))
     assert ((probs > 0) == torch.tensor([False, True, True, True, True, False])).all()
 
 
 def test_top_p_over_a_flat_and_a_steep_row() -> None:
-    logs = torch.stack([torch.zeros(500), torch.arange(500) * -30.0])
-    bins = fine_bins(logs)
-    kept = keep_top_p(weights_of(logs), bins, torch.tensor([0.5, 0.99], dtype=torch.float64))
-    assert (kept[0] > 0).all()
-    assert (kept[1] > 0).nonzero().tolist() == [[0]]
+    logs = torch.stack([torch.zeros(500), torch.arange(500) * -30.0, torch.arange(500) * -1.0])
+    kept = keep_top_p(logs, torch.tensor([0.5, 0.99, 1.0], dtype=torch.float64)).isfinite()
+    assert kept[0].all(), "ties are kept"
+    assert kept[1].nonzero().tolist() == [[0]]
+    assert kept[2].all(), "a neighbour's top_p takes nothing from a row that has none"
 
 
-def test_draw_takes_the_ends_and_never_what_has_no_weight() -> None:
-    weights = torch.zeros(3, 300, dtype=torch.int32)
-    weights[:2, [7, 128, 290]] = int(UNIT)
-    below_one = 1 - 2.0**-53
-    assert draw(weights, torch.tensor([0.0, below_one, 0.5]).double()).tolist() == [7, 290, 0]
-    weights = torch.randint(0, 2, (200, 300), dtype=torch.int32) * torch.randint(1, 1 << 30, (300,))
-    tokens = draw(weights.int(), torch.rand(200, dtype=torch.float64))
-    assert (weights.gather(1, tokens.unsqueeze(1)) > 0).all()
+def test_draw_never_takes_what_has_no_weight() -> None:
+    logs = torch.full((3, 300), -torch.inf)
+    logs[0, 290], logs[1, 7] = 0.0, -80.0
+    keys = torch.from_numpy(noise_keys(np.arange(1000), np.array([0])))
+    for key in keys.split(3)[:-1]:
+        assert draw(logs, key).tolist() == [290, 7, 0]
 
 
-def test_uniforms_are_uniform_and_their_streams_apart() -> None:
-    seeds, positions = np.arange(300).repeat(300), np.tile(np.arange(300), 300)
-    streams = [
-        torch.from_numpy(uniforms(seeds, positions, stream)) for stream in (DRAW, ACCEPT, DRAFT)
-    ]
-    for stream in streams:
-        assert stream.min() >= 0 and stream.max() < 1
-        assert_distributed((stream * 100).long(), torch.full((100,), 0.01))
-        assert len(stream.unique()) == len(stream)
-        by_seed = stream.view(300, 300)
-        for neighbours in (by_seed[1:] - by_seed[:-1], by_seed[:, 1:] - by_seed[:, :-1]):
-            assert abs(neighbours.var().item() - 1 / 6) < 2e-3  # of independent uniforms
-    assert abs(torch.corrcoef(torch.stack(streams)) - torch.eye(3)).max() < 0.015
+def test_noise_is_uniform_and_apart_for_seeds_positions_and_tokens() -> None:
+    size = 64
+    seeds, positions = np.arange(size).repeat(size), np.tile(np.arange(size), size)
+    keys = noise_keys(seeds, positions)
+    words = torch.from_numpy(np.stack([on_cpu.words(int(key), size) for key in keys]).astype(int))
+    uniforms = words.double().view(size, size, size) * 2.0**-32  # [seed, position, token]
+    assert_distributed((uniforms.flatten() * 100).long(), torch.full((100,), 0.01))
+    assert_distributed((uniforms.flatten() * 2**20).long() % 100, torch.full((100,), 0.01))
+    for dim in range(3):
+        pairs = uniforms.narrow(dim, 1, size - 1), uniforms.narrow(dim, 0, size - 1)
+        for place in (pairs[0] - pairs[1], pairs[0] + pairs[1]):
+            assert abs(place.var().item() - 1 / 6) < 2e-3  # of independent uniforms
 
 
-def test_uniforms_are_splitmix64() -> None:
+def test_noise_is_gumbels() -> None:
+    noise = torch.cat([on_cpu.gumbels(key * 0x9E3779B97F4A7C15 % 2**63, 1000) for key in range(40)])
+    assert noise.min() > -2.9 and noise.max() < 22.2
+    uniforms = torch.exp(-torch.exp(-noise.double()))
+    assert_distributed((uniforms * 100).long(), torch.full((100,), 0.01))
+    assert abs(noise.mean().item() - 0.5772) < 4 * 1.2825 / len(noise) ** 0.5
+
+
+def test_words_are_those_of_the_mixer() -> None:
+    """In whole numbers, by hand."""
+    for key in (0, -1, 0x0123456789ABCDEF):
+        for token in (0, 1, 299):
+            word = (token * 0x9E3779B1 + key) % 2**32
+            word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
+            word = ((word ^ word >> 15) + (key >> 32)) * 0xD35A2D97 % 2**32
+            word = min((word ^ word >> 15) | 1, 0xFFFFFF00)
+            assert on_cpu.words(key, 300)[token] == word
+
+
+def test_keys_are_splitmix64() -> None:
     def mix(word: int) -> int:
         word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         word = (word ^ word >> 27) * 0x94D049BB133111EB % 2**64
@@ -172,8 +193,30 @@ def test_uniforms_are_splitmix64() -> None:
     step = 0x9E3779B97F4A7C15
     for seed, position in ((0, 0), (-1, 7), (2**63 - 1, 10**6)):
         bits = mix((mix((seed + step) % 2**64) + position * step) % 2**64)
-        found = uniforms(np.array([seed]), np.array([position]), DRAW).item()
-        assert found == (bits >> 11) / 2**53
+        assert noise_keys(np.array([seed]), np.array([position])).item() % 2**64 == bits
+
+
+@pytest.mark.parametrize("vocab", [1, 97, 2048, 2049, 5000])
+def test_the_kernel_draws_what_the_cpu_draws(vocab: int) -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    logs = torch.randn(6, vocab) * 3
+    logs[1, : vocab // 2] = -torch.inf
+    logs[2] = -torch.inf
+    logs[3] = 0.0
+    wide = torch.full((6, vocab + 3), torch.nan)  # rows may lie apart
+    wide[:, :vocab] = logs
+    keys = torch.from_numpy(noise_keys(np.arange(6), np.array([9])))
+    found = in_triton.gumbel_argmax(wide.to(device)[:, :vocab], keys.to(device))
+    assert found.tolist() == on_cpu.gumbel_argmax(logs, keys).tolist()
+
+
+def test_rounding_of_the_logits_moves_only_near_ties() -> None:
+    """A draw by the running sum over the vocabulary differs in over one percent of the rows."""
+    logits = torch.randn(300, 20000) * 2
+    sampler = sampler_of(*[SamplingParams()] * 300, vocab=20000)
+    rounded = logits + 1e-4 * torch.randn_like(logits)
+    first, second = (sampler.sample(each, batch_of(300)).tokens for each in (logits, rounded))
+    assert (first != second).sum() <= 1
 
 
 def test_child_and_fresh_seeds() -> None:
@@ -251,13 +294,14 @@ def test_penalties_equal_the_slow_ones_and_survive_preemption() -> None:
             for row, params in enumerate(requests):
                 sampler.remove(row)
                 sampler.add(row, params, [1, 2], outputs[row], row)
-        draws = uniforms(np.arange(len(requests)), np.array([position]), DRAW)
+        keys = noise_keys(np.arange(len(requests)), np.array([position]))
         tokens = sample(sampler, logits, batch_of(len(requests), position)).tokens
         for row, params in enumerate(requests):
-            probs = torch.softmax(penalised(logits[row], params, [1, 2], outputs[row]), 0)
-            running = torch.cumsum(probs, 0)
-            assert abs(running - draws[row]).min() > 1e-5, "a draw at the border tells nothing"
-            assert tokens[row] == [int((running <= draws[row]).sum())]
+            scores = penalised(logits[row], params, [1, 2], outputs[row])
+            noisy = scores + on_cpu.gumbels(int(keys[row]), VOCAB)
+            near, top = noisy.sort().values[-2:]
+            assert top - near > 1e-5, "a tie tells nothing"
+            assert tokens[row] == [int(noisy.argmax())]
             outputs[row] += tokens[row]
 
 
@@ -376,14 +420,10 @@ def test_refusals() -> None:
         SampleBatch(rows=[0, 1], num_outputs=[0], num_drafts=[0, 0])
     with pytest.raises(ValueError, match=r"num_drafts \[1\] exceed 0 drafts"):
         SampleBatch(rows=[0], num_outputs=[0], num_drafts=[1])
-    with pytest.raises(ValueError, match="draft_probs"):
-        drafts = torch.zeros(1, 2, dtype=torch.int64)
-        probs = torch.zeros(1, 1, VOCAB)
-        batch_of(1, num_drafts=[1], draft_tokens=drafts, draft_probs=probs)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("drafts", ["none", "given", "drawn"])
+@pytest.mark.parametrize("drafts", ["none", "given"])
 @pytest.mark.parametrize(
     "options", [{"temperature": 0}, *FILTERS.values(), *PENALTIES, {"logprobs": 3}]
 )
@@ -395,8 +435,6 @@ def test_no_step_waits_for_the_gpu(drafts: str, options: dict[str, Any]) -> None
     given: dict[str, Any] = {}
     if drafts != "none":
         given["draft_tokens"] = torch.randint(vocab, (num_seqs, 3), device=device)
-    if drafts == "drawn":
-        given["draft_probs"] = torch.softmax(torch.randn(num_seqs, 3, vocab, device=device), 2)
     pending = []
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")

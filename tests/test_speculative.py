@@ -210,10 +210,10 @@ class Chosen:
     def __init__(self, numbers: Iterator[int]) -> None:
         self._numbers = numbers
 
-    def choose(self, batch: int) -> int:
+    def choose(self, batch: int, **_: Any) -> int:
         return next(self._numbers)
 
-    def observe(self, *_: Any) -> None: ...
+    def observe(self, *_: Any, **__: Any) -> None: ...
 
     def count(self, *_: Any) -> None: ...
 
@@ -238,6 +238,56 @@ def test_tokens_do_not_depend_on_when_drafts_are_made(
     stats = llm.stats.speculative
     if speculative is SELF:
         assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+
+
+# Prefixes that the draft model has not computed
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+@pytest.mark.parametrize("speculate", [None, False], ids=["while off", "opted out"])
+def test_an_answer_without_drafts_is_found_and_drafted_for(
+    speculate: bool | None, like_gpu: bool
+) -> None:
+    """The draft model computes what it lacks of the pages that were found: it is right again."""
+    llm = tiny(speculative=SELF)
+    if like_gpu:
+        as_on_gpu(llm)
+    params = replace(GREEDY, max_tokens=112)
+    switch(llm, itertools.repeat(0))
+    (first,) = outputs(llm, [PROMPTS[3]], replace(params, speculate=speculate))
+    follow_up = PROMPTS[3] + first
+    switch(llm, itertools.repeat(4))
+    (found,) = llm.generate([follow_up], GREEDY)
+    computed = len(follow_up) - 1  # the last token has been emitted, not computed
+    assert found.num_cached_tokens == computed // 16 * 16 >= 112
+    stats = llm.stats.speculative
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    assert outputs(llm, [follow_up, follow_up]) == [found.outputs[0].token_ids] * 2
+    assert stats.num_accepted_tokens == stats.num_draft_tokens
+    assert [found.outputs[0].token_ids] == one_by_one(tiny(), [follow_up])
+    assert_idle(llm)
+
+
+def test_pages_are_computed_by_the_draft_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = tiny(speculative=SELF)
+    prompt = PROMPTS[5]
+    outputs(llm, [prompt], replace(GREEDY, speculate=False))
+    assert len(PROMPTS[5]) // 16 == 2
+    chain = llm.engine._launcher._built.draft
+    assert chain is not None
+    run, parts = chain.runner.run, list[Any]()
+
+    def counted_run(step: Any) -> Any:
+        parts.extend((part.start, part.num_tokens) for part in step)
+        return run(step)
+
+    monkeypatch.setattr(chain.runner, "run", counted_run)
+    outputs(llm, [prompt])
+    assert parts[0] == (0, len(prompt)), "none of the pages that were found had its keys"
+    parts.clear()
+    outputs(llm, [prompt])
+    start = len(prompt) // 16 * 16
+    assert parts[0] == (start, len(prompt) - start)
 
 
 # The controller
@@ -461,3 +511,62 @@ def test_catching_up_is_bounded_and_no_reason_against_drafts(
     assert "a step" in adaptive.reason and "off" not in adaptive.reason
     assert behind and max(behind) <= RETRY_STEPS + FRESH + 3, "with the first steps without"
     assert llm.stats.stage_ms["catch-up"] >= COSTS["catch-up"] * len(behind)
+
+
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+def test_drafts_are_given_up_while_prompts_arrive(
+    like_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every step runs a piece of some prompt, and no draft is ever right."""
+    Clock(monkeypatch, COSTS)
+    other = source(hidden_size=32, num_hidden_layers=1)
+    llm = tiny(
+        speculative={"method": "draft", "model": other},
+        max_num_seqs=4,
+        max_num_batched_tokens=24,
+        prefix_caching=False,
+    )
+    if like_gpu:
+        as_on_gpu(llm)
+    engine, long = llm.engine, replace(GREEDY, max_tokens=100)
+    prompts = random_prompts(9, [70] * 40)
+    for number, prompt in enumerate(prompts):
+        engine.add_request(str(number), prompt, long if number < 2 else replace(long, max_tokens=1))
+    mixed = 0
+    for _ in range(90):
+        engine.step()
+        mixed += bool(engine.scheduler.waiting)
+    assert mixed == 90
+    stats = llm.stats.speculative
+    assert 0 < stats.num_draft_tokens <= 80, "those of the first steps, and of a trial"
+    assert engine.adaptive.reason.startswith("speculation off")
+    assert "beside prompts" in engine.adaptive.reason
+    for number in range(len(prompts)):
+        engine.abort(str(number))
+
+
+def test_noise_in_the_times_makes_no_draft_free() -> None:
+    """Steps beside prompts take any time; drafts that are never right are given up for good."""
+    adaptive, draws = AdaptiveDrafts(4), torch.Generator().manual_seed(0)
+    asked: list[int] = []
+    for ms in (1 + 9 * torch.rand(600, generator=draws)).tolist():
+        asked.append(adaptive.choose(3, with_prompts=True))
+        adaptive.count(asked[-1], 0)
+        adaptive.observe(3, asked[-1], ms, with_prompts=True)
+    late = asked[100:]
+    assert sum(number > 0 for number in late) <= TRIAL_STEPS * (1 + len(late) // RETRY_STEPS)
+
+
+def test_situations_in_turns_are_all_measured() -> None:
+    """Steps with and without prompts alternate, and want different numbers of drafts."""
+    adaptive = AdaptiveDrafts(4)
+    chosen: dict[bool, list[int]] = {False: [], True: []}
+    for step in range(400):
+        with_prompts = step % 2 == 1
+        number = adaptive.choose(1, with_prompts=with_prompts)
+        adaptive.count(number, min(number, 2))
+        ms = 1.0 + 2.0 * number if with_prompts else FLAT[number]
+        adaptive.observe(1, number, ms, with_prompts=with_prompts)
+        chosen[with_prompts].append(number)
+    assert max(set(chosen[False]), key=chosen[False].count) == 2
+    assert max(set(chosen[True]), key=chosen[True].count) == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,12 +13,14 @@ from hypothesis import strategies as st
 
 transformers = pytest.importorskip("transformers")
 
-from tiny_models import as_on_gpu, assert_idle, writing_source  # noqa: E402
+from tiny_models import as_on_gpu, assert_idle, source, writing_source  # noqa: E402
+from tiny_tokenizers import FAMILIES  # noqa: E402
 
+from anabranch.engine.detokeniser import Detokeniser, token_texts  # noqa: E402
 from anabranch.engine.llm import LLM  # noqa: E402
 from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
 from anabranch.engine.text_stream import TextStream  # noqa: E402
-from anabranch.models import smollm2_directory  # noqa: E402
+from anabranch.models import load_model, smollm2_directory  # noqa: E402
 
 TEXT = "Ünïcode 🙂🙃 and 12345 – «done».\n\n"
 NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
@@ -93,6 +97,112 @@ def test_text_ends_at_the_first_stop_string_and_nothing_shown_is_taken_back(
     assert stream.text == stream.shown == text[: end if include else begin]
 
 
+# Tokenizers of all families
+
+
+@cache
+def family(name: str) -> Any:
+    return FAMILIES[name]()
+
+
+def ids_of(name: str, *tokens: str) -> list[int]:
+    return [family(name).convert_tokens_to_ids(token) for token in tokens]
+
+
+TOKENS = st.lists(st.integers(0, 2**20), max_size=40)
+
+
+@pytest.mark.parametrize("skip", [True, False], ids=["text only", "with special tokens"])
+@pytest.mark.parametrize("name", FAMILIES)
+@given(picks=TOKENS)
+def test_streamed_text_is_that_of_all_tokens(name: str, skip: bool, picks: list[int]) -> None:
+    tokenizer = family(name)
+    ids = [pick % (len(tokenizer) + 2) for pick in picks]  # the last two are no tokens
+    stream = TextStream(tokenizer, skip_special=skip)
+    shown = push_all(stream, ids)
+    assert stream.text == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert all(after.startswith(before) for before, after in pairwise([*shown, stream.text]))
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "cleaned" not in name])
+@given(picks=TOKENS, cut=st.integers(0, 40))
+def test_a_continuation_is_what_it_adds_to_its_prompt(
+    name: str, picks: list[int], cut: int
+) -> None:
+    tokenizer = family(name)
+    ids = [pick % len(tokenizer) for pick in picks]
+    around = ids[max(cut - 1, 0) : cut + 1]
+    stream = TextStream(tokenizer, prompt=ids[:cut])
+    push_all(stream, ids[cut:])
+    before, whole = (tokenizer.decode(each, skip_special_tokens=True) for each in (ids[:cut], ids))
+    runs_on = {"<0x"} == {token[:3] for token in tokenizer.convert_ids_to_tokens(around)}
+    if whole.startswith(before) and not before.endswith("�") and not runs_on:
+        assert before + stream.text == whole
+
+
+def test_bytes_that_are_no_text() -> None:
+    name = "byte-fallback BPE"
+    stream = TextStream(family(name))
+    shown = push_all(stream, ids_of(name, "<0x41>", "<0xE4>", "▁a", "<0xE4>"))
+    assert shown == ["", "", "�� a", "�� a"], "the run of bytes is text once it is over"
+    assert stream.text == "�� a�"
+
+
+def test_a_byte_may_stop_at_once() -> None:
+    name = "byte-fallback BPE"
+    stream = TextStream(family(name), stop=["\n"], prompt=ids_of(name, "a", "<0xE4>"))
+    assert not stream.push(*ids_of(name, "▁the"))
+    assert stream.push(*ids_of(name, "<0x0A>")), "not with the token after it"
+    assert stream.text == " the"
+
+
+@pytest.mark.parametrize("token", ["<0x80>", "<0x41>"])
+def test_long_runs_of_bytes_take_linear_time(token: str) -> None:
+    calls = 0
+    texts = token_texts(family("byte-fallback BPE"), True)
+
+    def counted_decode(ids: Any) -> str:
+        nonlocal calls
+        calls += len(ids)
+        return texts.decode(ids)
+
+    pieces = Detokeniser(texts._replace(decode=counted_decode))
+    byte, word = ids_of("byte-fallback BPE", token, "a")
+    for _ in range(3000):
+        pieces.push(byte)
+    pieces.push(word)
+    assert len(pieces.text) == 3001 and calls < 10000
+
+
+def test_half_characters_without_end_are_settled() -> None:
+    name, halves = "byte-level BPE", ["ð", "Ł", "ð", "Ģ"]
+    tokens = ids_of(name, *halves * 50)
+    pieces = Detokeniser(token_texts(family(name), True))
+    for token in tokens:
+        pieces.push(token)
+        assert len(pieces._waiting) <= 16
+    assert pieces.text + pieces.pending == family(name).decode(tokens)
+
+
+@pytest.mark.parametrize("name", ["byte-fallback BPE", "byte-level BPE"])
+def test_an_engine_writes_whatever_bytes_come(name: str, tmp_path: Path) -> None:
+    """Random tokens at a high temperature: hardly a run of bytes is UTF-8."""
+    tokenizer = family(name)
+    tokenizer.save_pretrained(tmp_path)
+    shape = {"vocab_size": len(tokenizer), "hidden_size": 32, "num_hidden_layers": 1}
+    load_model(source(**shape), device="cpu").model.save_pretrained(tmp_path)
+    llm = LLM(str(tmp_path), device="cpu", max_num_seqs=4)
+    prompt = [tokenizer.convert_tokens_to_ids("a")] * 2
+    params = SamplingParams(n=4, temperature=5.0, seed=1, max_tokens=60, ignore_eos=True)
+    (found,) = llm.generate([prompt], params)
+    texts = [one.text for one in found.outputs]
+    assert "�" in "".join(texts)
+    for one in found.outputs:
+        whole = tokenizer.decode(prompt + one.token_ids, skip_special_tokens=True)
+        assert tokenizer.decode(prompt) + one.text == whole
+        assert one.finish_reason == "length"
+
+
 class Letters:
     """A tokenizer whose tokens are characters."""
 
@@ -134,7 +244,7 @@ def answer(llm: LLM, **options: Any) -> Any:
 
 def test_stop_strings(llm: LLM) -> None:
     whole = answer(llm)
-    assert whole.text.rstrip("�") == llm.tokenizer.decode(whole.token_ids).rstrip("�")
+    assert whole.text == llm.tokenizer.decode(whole.token_ids)
     middle = len(whole.text) // 2
     stop = whole.text[middle - 4 : middle + 5]  # over several tokens
     before = whole.text[: whole.text.index(stop)]
@@ -175,6 +285,10 @@ def test_text_prompts(llm: LLM) -> None:
     assert same.prompt is None and same.outputs[0].text == found.outputs[0].text
     with pytest.raises(ValueError, match="empty"):
         llm.generate("", params)
+    with pytest.raises(ValueError, match=r"lone surrogate '\\ud800' at 1"):
+        llm.generate("a\ud800", params)
+    with pytest.raises(ValueError, match="lone surrogate"):
+        llm.chat_prompt([{"role": "user", "content": "\udfff"}])
     chat = llm.chat_prompt([{"role": "user", "content": "hi"}])
     assert "hi" in llm.tokenizer.decode(chat) and isinstance(chat[0], int)
 

@@ -19,6 +19,7 @@ class PagePool:
         self._users = [0] * num_pages
         self._digest_of: dict[int, bytes] = {}
         self._page_of: dict[bytes, int] = {}
+        self._drafted: set[int] = set()  # pages that hold a draft model's keys as well
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_pages))
 
     @property
@@ -37,6 +38,7 @@ class PagePool:
         digest = self._digest_of.pop(page, None)
         if digest is not None:
             del self._page_of[digest]
+        self._drafted.discard(page)
         self._users[page] = 1
         return page
 
@@ -64,3 +66,11 @@ class PagePool:
         if digest not in self._page_of and page not in self._digest_of:
             self._page_of[digest] = page
             self._digest_of[page] = digest
+
+    def mark_drafted(self, page: int) -> None:
+        """The draft model has computed all of a page as well."""
+        self._drafted.add(page)
+
+    def is_drafted(self, page: int) -> bool:
+        """Whether the draft model's keys of a page are there as well."""
+        return page in self._drafted

@@ -28,6 +28,7 @@ class SequencePages:
         self.pages: list[int] = []
         self._digests: list[bytes] = []
         self._num_findable = 0  # pages that are full, computed and known to the pool
+        self._num_drafted = 0  # pages at the front that the draft model has computed as well
 
     def match_prefix(self, tokens: Sequence[int]) -> int:
         """Share the pages that hold a prefix of `tokens`; how many tokens that are.
@@ -42,7 +43,27 @@ class SequencePages:
             self.pool.share(page)
             self.pages.append(page)
         self._num_findable = len(self.pages)
+        while self._num_drafted < len(self.pages):
+            if not self.pool.is_drafted(self.pages[self._num_drafted]):
+                break
+            self._num_drafted += 1
         return len(self.pages) * self.page_size
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens at the front whose pages hold the draft model's keys as well."""
+        return self._num_drafted * self.page_size
+
+    def mark_drafted(self, num_tokens: int) -> None:
+        """The draft model has computed this many tokens; a page that it has not is not marked.
+
+        Pages are found by what the target has computed. The draft model computes what it lacks of
+        a page that was found, for all that share it.
+        """
+        full = num_tokens // self.page_size
+        for page in self.pages[self._num_drafted : full]:
+            self.pool.mark_drafted(page)
+        self._num_drafted = max(full, self._num_drafted)
 
     def num_missing(self, num_tokens: int) -> int:
         """Pages to take before the sequence can hold this many tokens."""
@@ -68,7 +89,7 @@ class SequencePages:
         for page in reversed(self.pages):
             self.pool.release(page)
         self.pages.clear()
-        self._num_findable = 0
+        self._num_findable = self._num_drafted = 0
 
     def _digest(self, tokens: Sequence[int], index: int) -> bytes:
         """Of a full page; those before it have been asked for already."""

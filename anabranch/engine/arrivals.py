@@ -1,4 +1,4 @@
-"""New tokens of a sequence: kept, turned into text, and looked at for a reason to stop."""
+"""New tokens of a sequence: stored, turned into text, and checked for a reason to stop."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ def arrive(
     request.first_token = request.first_token or now
     request.last_token = now
     for place, token in enumerate(tokens):
+        wanted = seq.params.logprobs
+        if logprobs is not None and wanted is not None:  # first: it may fail
+            seq.logprobs.append(_entry(token, logprobs, place, wanted))
         seq.tokens.append(token)
         seq.steps.append(step)
         accepted = place + 1 < len(tokens)
         seq.origins.append(_origin(accepted, place < num_drafted))
-        if logprobs is not None and seq.params.logprobs is not None:
-            seq.logprobs.append(_entry(token, logprobs, place, seq.params.logprobs))
         if _stops(request, seq, token):
             return place + 1
     return len(tokens)

@@ -148,6 +148,10 @@ class AsyncLLM:
         listener = self._listeners.get(request.request_id)
         if listener is None:
             return
-        listener.tell(request.output())
+        try:
+            listener.tell(request.output())
+        except Exception as error:  # of this request alone
+            listener.tell(error)
+            self.engine.abort(request.request_id)
         if request.finished:
             del self._listeners[request.request_id]

@@ -15,6 +15,7 @@ from anabranch.engine.inputs import StepInputs
 from anabranch.engine.layout import Scorer
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.engine.runner import Runner
+from anabranch.engine.sample_random import draw
 from anabranch.engine.sampling_rows import SamplingRows
 from anabranch.models import LoadedModel, load_model
 from anabranch.models.gated import gate_joined
@@ -24,6 +25,9 @@ from anabranch.speculative.adaptive import draft_numbers
 from anabranch.speculative.draft_chain import DraftChain, chain_keys
 from anabranch.speculative.draft_draws import DraftDraws
 from anabranch.speculative.draft_inputs import CATCH_UP, DraftInputs
+from anabranch.speculative.draft_model import DraftProposer
+from anabranch.speculative.ngram import NgramProposer
+from anabranch.speculative.proposer import Proposer
 
 COMPILED_WEIGHTS = 1_000_000_000
 
@@ -71,6 +75,7 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
     if device.type == "cuda":
         for each in runners:
             each.warm_up(_shapes(limits), say)
+        draw(torch.zeros(1, rows.vocab_size, device=device), unseen.new_zeros(1))
     if config.cuda_graphs and device.type == "cuda":
         _capture(config, limits, runner, chain, say)
     return Built(target, device, limits, runner, chain, rows, unseen)
@@ -190,3 +195,14 @@ def eos_ids(built: Built) -> set[int]:
     of_tokenizer: Any = getattr(built.target.tokenizer, "eos_token_id", None)
     ids |= set() if of_tokenizer is None else {of_tokenizer}
     return {token for token in ids if 0 <= token < vocab_size(built.target)}
+
+
+def make_proposer(config: EngineConfig, built: Built) -> Proposer | None:
+    """What drafts tokens, by the method asked for."""
+    speculative = config.speculative
+    if speculative is None:
+        return None
+    if built.draft is None:
+        return NgramProposer(speculative.min_ngram, speculative.max_ngram)
+    budget = built.limits.max_num_tokens + built.limits.max_num_seqs
+    return DraftProposer(built.draft, budget)

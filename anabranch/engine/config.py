@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, cast
 
 import torch
 
@@ -30,6 +32,10 @@ class SpeculativeConfig:
         if (self.model is None) == (self.method == "draft"):
             need = "needs" if self.method == "draft" else "takes no"
             raise ValueError(f"method {self.method!r} {need} model, got {self.model!r}")
+        for name in ("num_drafts", "max_ngram", "min_ngram"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(f"{name} must be an integer, got {value!r}")
         if not 1 <= self.num_drafts <= 32:
             raise ValueError(f"num_drafts must be from 1 to 32, got {self.num_drafts}")
         if not 1 <= self.min_ngram <= self.max_ngram:
@@ -37,6 +43,23 @@ class SpeculativeConfig:
                 f"min_ngram must be from 1 to max_ngram, got {self.min_ngram} and {self.max_ngram}"
             )
         object.__setattr__(self, "scorer", Scorer(self.scorer))
+
+
+def speculative_config(given: Any) -> SpeculativeConfig | None:
+    """From its options, or, as the command line has it, from the name of a method or "off"."""
+    if given is None or isinstance(given, SpeculativeConfig):
+        return given
+    if isinstance(given, str):
+        return None if given == "off" else SpeculativeConfig(method=given)
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"speculative must be a method, its options or SpeculativeConfig, got {given!r:.80}"
+        )
+    options = dict(cast("Mapping[str, Any]", given))
+    known = {field.name for field in fields(SpeculativeConfig)}
+    if unknown := sorted(set(map(str, options)) - known):
+        raise ValueError(f"unknown options of speculative: {', '.join(unknown)}")
+    return SpeculativeConfig(**options)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +84,7 @@ class EngineConfig:
     seed: int | None = None  # of requests that give none
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "speculative", speculative_config(self.speculative))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size"):

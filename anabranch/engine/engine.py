@@ -7,31 +7,29 @@ finished before the next is scheduled.
 
 from __future__ import annotations
 
-import secrets
+import logging
 import time
 
 from anabranch.cache.page_pool import PagePool
-from anabranch.cache.sequence_pages import SequencePages
+from anabranch.engine.admission import Admission
 from anabranch.engine.arrivals import arrive
-from anabranch.engine.build import Built, build, eos_ids, vocab_size
+from anabranch.engine.build import build, eos_ids, make_proposer, vocab_size
 from anabranch.engine.config import EngineConfig
 from anabranch.engine.launch import Asked, Launched, Launcher
 from anabranch.engine.layout import short_first
-from anabranch.engine.prompts import Prompt, encode_prompt
+from anabranch.engine.limits import SCORED_TOKENS
+from anabranch.engine.prompts import Prompt
 from anabranch.engine.request import Request
 from anabranch.engine.runner import Progress
 from anabranch.engine.sample_output import HostLogprobs
-from anabranch.engine.sample_random import child_seed, fresh_seed
 from anabranch.engine.sampler import Sampler
 from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.scheduler import Scheduled, Scheduler
 from anabranch.engine.sequence import Sequence
 from anabranch.engine.stats import EngineStats
-from anabranch.engine.text_stream import TextStream
 from anabranch.speculative.adaptive import AdaptiveDrafts
-from anabranch.speculative.draft_model import DraftProposer
-from anabranch.speculative.ngram import NgramProposer
-from anabranch.speculative.proposer import Proposer
+
+log = logging.getLogger("anabranch")
 
 
 class Engine:
@@ -49,9 +47,21 @@ class Engine:
         self.eos_ids = eos_ids(built)
         self.stats = EngineStats()
         self.pool = PagePool(built.limits.num_pages)
-        self.scheduler = Scheduler(self.pool, self.limits.max_num_seqs, self.limits.max_num_tokens)
+        self.scheduler = Scheduler(
+            self.pool, self.limits.max_num_seqs, self.limits.max_num_tokens, SCORED_TOKENS
+        )
         sampler = Sampler(built.rows, self.device)
-        self._proposer = _make_proposer(config, built)
+        self._proposer = make_proposer(config, built)
+        self.admission = Admission(
+            tokenizer=self.tokenizer,
+            vocab_size=self.vocab_size,
+            eos_ids=frozenset(self.eos_ids),
+            limits=self.limits,
+            pool=self.pool,
+            prefix_caching=config.prefix_caching,
+            makes_drafts=self._proposer is not None,
+            seed=config.seed,
+        )
         self.adaptive = AdaptiveDrafts(
             built.limits.max_drafts,
             enabled=config.speculative is not None and config.speculative.adaptive,
@@ -82,96 +92,47 @@ class Engine:
         """Queue a request; a bad one is refused here and disturbs no other."""
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is running already")
-        ids = encode_prompt(
-            prompt,
-            params,
-            tokenizer=self.tokenizer,
-            vocab_size=self.vocab_size,
-            max_model_len=self.limits.max_model_len,
-        )
-        self._check(params)
-        seed = params.seed if params.seed is not None else self.config.seed
-        seed = fresh_seed() if seed is None else seed
-        seqs = [self._sequence(request_id, i, ids, params, seed) for i in range(params.n)]
-        texts = [
-            TextStream(
-                self.tokenizer,
-                prompt=ids,
-                stop=params.stop,
-                include_stop=params.include_stop_str_in_output,
-                skip_special=params.skip_special_tokens,
-            )
-            for _ in seqs
-        ]
-        text = prompt if isinstance(prompt, str) else None
-        request = Request(request_id, text, ids, params, seqs, texts)
+        request = self.admission.request(request_id, prompt, params)
         self._requests[request_id] = request
-        for seq in seqs:
+        for seq in request.seqs:
             self.scheduler.add(seq)
         return request
 
-    def _check(self, params: SamplingParams) -> None:
-        ids = [*params.logit_bias, *params.stop_token_ids]
-        wrong = next((token for token in ids if token >= self.vocab_size), None)
-        if wrong is not None:
-            raise ValueError(f"token id {wrong} is not in the vocabulary of {self.vocab_size}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("this model has no tokenizer: stop strings cannot be seen")
-        if params.speculate and self._proposer is None:
-            raise ValueError(
-                "speculate=True needs an engine with drafts: give LLM or EngineConfig "
-                "speculative, such as SpeculativeConfig(method='ngram')"
-            )
-        for name in ("logprobs", "prompt_logprobs"):
-            wanted = getattr(params, name)
-            if wanted is not None and wanted > self.vocab_size:
-                raise ValueError(f"{name} {wanted} exceeds the vocabulary of {self.vocab_size}")
-
-    def _sequence(
-        self, request_id: str, index: int, ids: list[int], params: SamplingParams, seed: int
-    ) -> Sequence:
-        room = self.limits.max_model_len - len(ids)
-        speculates = self._proposer is not None and params.speculate is not False
-        root = b"d" if speculates and self._proposer and self._proposer.on_device else b""
-        if not self.config.prefix_caching:
-            root = secrets.token_bytes(16)
-        stop_ids = set(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids |= self.eos_ids
-        return Sequence(
-            request_id=request_id,
-            index=index,
-            params=params,
-            prompt_len=len(ids),
-            tokens=list(ids),
-            pages=SequencePages(self.pool, self.limits.page_size, root),
-            seed=child_seed(seed, index),
-            max_tokens=min(params.max_tokens or room, room),
-            stop_ids=frozenset(stop_ids),
-            speculates=speculates,
-        )
-
     def abort(self, request_id: str) -> Request | None:
         """End a request now; its pages are free for the next step."""
+        return self._end(request_id, "abort")
+
+    def _end(self, request_id: str, reason: str) -> Request | None:
         request = self._requests.pop(request_id, None)
         if request is None:
             return None
         for seq in request.seqs:
             if not seq.finished:
-                seq.finish_reason = "abort"
+                seq.finish_reason = reason
                 self._forget(seq)
         return request
+
+    def _fail(self, request_id: str, error: Exception) -> list[Request]:
+        """End one request because of an error that is its own; the others go on."""
+        log.error("request %s failed", request_id, exc_info=error)
+        request = self._end(request_id, "error")
+        if request is None:
+            return []
+        request.error = f"{type(error).__name__}: {error}"
+        return [request]
 
     def step(self) -> list[Request]:
         """Run one step; the requests that have new tokens or are over."""
         changed: list[Request] = []
         began, batch = time.perf_counter(), len(self.scheduler.running)
-        num_drafts = self._choose_drafts()
-        asked = Asked(began, batch, num_drafts)
+        with_prompts = self._expects_prompts()
+        num_drafts = self._choose_drafts(with_prompts)
+        asked = Asked(began, batch, num_drafts, with_prompts)
         if self._flying and (num_drafts or self._flying.has_drafts):
             changed += self._land()
         self._draft_on_host(num_drafts)
-        step = short_first(self.scheduler.schedule())
+        step, failed = self._own_rows(short_first(self.scheduler.schedule()))
+        changed += failed
         if self._pads and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)
         launched = self._launcher.launch(step, self.stats.num_steps, asked) if step else None
@@ -185,12 +146,31 @@ class Engine:
             changed += self._land()
         return changed
 
-    def _choose_drafts(self) -> int:
+    def _own_rows(self, step: list[Scheduled]) -> tuple[list[Scheduled], list[Request]]:
+        """The runs whose sampling could be set up, and the requests for which that failed."""
+        kept, failed = list[Scheduled](), list[Request]()
+        for run in step:
+            if run.seq.finished:
+                continue  # another sequence of its request failed just now
+            try:
+                self._launcher.own_row(run.seq)
+                kept.append(run)
+            except Exception as error:
+                failed += self._fail(run.seq.request_id, error)
+        return [run for run in kept if not run.seq.finished], failed
+
+    def _expects_prompts(self) -> bool:
+        """Whether the next step is likely to run tokens of prompts beside those that decode."""
+        return bool(self.scheduler.waiting) or any(
+            not (seq.decoding or seq.exhausted) for seq in self.scheduler.running
+        )
+
+    def _choose_drafts(self, with_prompts: bool) -> int:
         """How many drafts each sequence that is decoding should get at most."""
         ready = any(seq.speculates and seq.decoding for seq in self.scheduler.running)
         if self._proposer is None or not ready:
             return 0
-        return self.adaptive.choose(len(self.scheduler.running))
+        return self.adaptive.choose(len(self.scheduler.running), with_prompts=with_prompts)
 
     def _draft_on_host(self, num_drafts: int) -> None:
         for seq in self.scheduler.running:
@@ -218,60 +198,57 @@ class Engine:
         place = 0
         for run in launched.step:
             self.stats.num_prompt_tokens += 0 if run.decoding else run.num_known
+            tokens, logprobs = list[int](), None
             if run.samples and samples is not None:
                 tokens = samples.tokens[place]
                 logprobs = samples.logprobs[place] if samples.logprobs else None
-                self._land_run(run, tokens, logprobs, launched, changed)
                 place += 1
-            elif not run.seq.finished:
-                self._land_chunk(run, launched)
-        if self._proposer is not None and all(run.decoding for run in launched.step):
+            try:
+                self._land_run(run, tokens, logprobs, launched, changed)
+            except Exception as error:
+                for request in self._fail(run.seq.request_id, error):
+                    changed[request.request_id] = request
+        if self._proposer is not None and any(run.decoding for run in launched.step):
             asked = launched.asked
             began = max(asked.at, self._landed_at)  # what the host did in between counts
-            self.adaptive.observe(asked.batch, asked.num_drafts, 1e3 * (now - began))
+            self.adaptive.observe(
+                asked.batch, asked.num_drafts, 1e3 * (now - began), with_prompts=asked.with_prompts
+            )
         self._landed_at = now
         return list(changed.values())
 
     def _land_run(
         self,
         run: Scheduled,
-        tokens: list[int],
+        tokens: list[int],  # none for a part of a prompt
         logprobs: HostLogprobs | None,
         launched: Launched,
         changed: dict[str, Request],
     ) -> None:
         seq = run.seq
-        seq.num_pending -= 1
+        seq.num_pending -= run.samples
         if seq.finished:
             return  # aborted, or stopped while this step was in flight
-        request = self._requests[seq.request_id]
-        accepted = len(tokens) - 1
-        self._count(run, accepted, launched.asked.num_drafts)
-        if seq.row is not None:  # not preempted meanwhile
-            seq.num_computed += accepted
         self._land_prompt(run, launched)
-        added = arrive(
-            request,
-            seq,
-            tokens,
-            num_drafted=run.num_drafts,
-            step=launched.number,
-            logprobs=logprobs,
-        )
-        self.stats.num_output_tokens += added
-        if seq.row is not None:
+        request, accepted = self._requests[seq.request_id], max(len(tokens) - 1, 0)
+        if tokens:
+            self._count(run, accepted, launched.asked.num_drafts)
+            seq.num_computed += accepted if seq.row is not None else 0
+            self.stats.num_output_tokens += arrive(
+                request,
+                seq,
+                tokens,
+                num_drafted=run.num_drafts,
+                step=launched.number,
+                logprobs=logprobs,
+            )
+            changed[request.request_id] = request
+        if seq.row is not None:  # not preempted meanwhile
             self._remember(run, accepted)
-        changed[request.request_id] = request
         if seq.finished:
             self._forget(seq)
             if request.finished:
                 del self._requests[request.request_id]
-
-    def _land_chunk(self, run: Scheduled, launched: Launched) -> None:
-        """A part of a prompt was computed."""
-        self._land_prompt(run, launched)
-        if run.seq.row is not None:
-            self._remember(run, 0)
 
     def _land_prompt(self, run: Scheduled, launched: Launched) -> None:
         """Keep logprobs of a prompt's tokens by position: a preempted prompt is run again."""
@@ -280,13 +257,12 @@ class Engine:
             run.seq.prompt_logprobs[run.start : run.start + len(entries)] = entries
 
     def _remember(self, run: Scheduled, num_accepted: int) -> None:
-        seq, computed = run.seq, run.seq.num_computed
+        seq = run.seq
         if self._proposer is not None:
             self._proposer.finish(run, num_accepted)
-            if seq.speculates and self._proposer.on_device:
-                computed = min(computed, seq.num_draft_computed)
         if self.config.prefix_caching:
-            seq.pages.remember(seq.tokens, computed)
+            seq.pages.remember(seq.tokens, seq.num_computed)
+            seq.pages.mark_drafted(min(seq.num_draft_computed, len(seq.tokens)))
 
     def _count(self, run: Scheduled, accepted: int, asked: int) -> None:
         if run.num_drafts:
@@ -301,15 +277,5 @@ class Engine:
 
 
 def _room(seq: Sequence) -> int:
-    """Drafts a sequence may have: the token behind the last one is one more."""
+    """Drafts a sequence may have: verification emits one token beyond them."""
     return seq.max_tokens - seq.num_output - 1
-
-
-def _make_proposer(config: EngineConfig, built: Built) -> Proposer | None:
-    speculative = config.speculative
-    if speculative is None:
-        return None
-    if built.draft is None:
-        return NgramProposer(speculative.min_ngram, speculative.max_ngram)
-    budget = built.limits.max_num_tokens + built.limits.max_num_seqs
-    return DraftProposer(built.draft, budget)

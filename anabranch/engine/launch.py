@@ -29,6 +29,7 @@ class Asked(NamedTuple):
     at: float  # seconds of time.perf_counter
     batch: int  # sequences that were running
     num_drafts: int  # for each of them, at most
+    with_prompts: bool  # whether prompts were expected to run beside them
 
 
 class PendingPrompt(NamedTuple):
@@ -84,34 +85,30 @@ class Launcher:
     def launch(self, step: list[Scheduled], number: int, asked: Asked) -> Launched:
         """Everything of a step up to the copy of its tokens."""
         clock = StageClock(self._built.device)
-        self._own_rows(step)
         drafts = any(run.num_drafts for run in step)
-        probs = None
         if self._proposer is not None and self._proposer.on_device:
-            probs = self._proposer.propose(step, clock)
+            self._proposer.propose(step, clock)
         with clock.stage("scoring" if drafts else "model"):
             logits = self._built.runner.run(step)
             graphed = logits.by_graph
             logits = self._only_sampled(step, logits)
         with clock.stage("verification" if drafts else "sampling"):
-            samples, prompts = self._sample(step, logits, probs)
+            samples, prompts = self._sample(step, logits)
         return Launched(number, asked, step, samples, clock, graphed, prompts)
 
-    def _own_rows(self, step: list[Scheduled]) -> None:
-        """Tell the sampler about sequences that have a new row."""
-        for run in step:
-            seq = run.seq
-            assert seq.row is not None
-            if self._owners.get(seq.row) is seq:
-                continue
-            if seq.row in self._owners:
-                self._sampler.remove(seq.row)
-            self._owners[seq.row] = seq
-            prompt = seq.tokens[: seq.prompt_len]
-            self._sampler.add(seq.row, seq.params, prompt, seq.output, seq.seed, self._eos_ids)
+    def own_row(self, seq: Sequence) -> None:
+        """Tell the sampler about a sequence that has a new row."""
+        assert seq.row is not None
+        if self._owners.get(seq.row) is seq:
+            return
+        if self._owners.pop(seq.row, None) is not None:
+            self._sampler.remove(seq.row)
+        prompt = seq.tokens[: seq.prompt_len]
+        self._sampler.add(seq.row, seq.params, prompt, seq.output, seq.seed, self._eos_ids)
+        self._owners[seq.row] = seq
 
     def _only_sampled(self, step: list[Scheduled], logits: StepLogits) -> StepLogits:
-        """A graph gives logits of a prompt's every token, when prompts happen to be as short."""
+        """Keep the sampled rows only: graphs return logits for every token."""
         if logits.every is None or all(run.num_known == 1 for run in step):
             return logits
         wanted = [
@@ -122,7 +119,7 @@ class Launcher:
         return StepLogits(logits.rows[self._to_device(wanted)], None, logits.by_graph)
 
     def _sample(
-        self, step: list[Scheduled], logits: StepLogits, probs: torch.Tensor | None
+        self, step: list[Scheduled], logits: StepLogits
     ) -> tuple[PendingSamples | None, dict[Scheduled, PendingPrompt]]:
         rows, prompts = self._prompt_rows(step, logits)
         runs = [run for run in step if run.samples]
@@ -135,7 +132,6 @@ class Launcher:
             num_outputs=[run.seq.length - run.seq.prompt_len - 1 for run in runs],
             num_drafts=[run.num_drafts for run in runs],
             draft_tokens=self._draft_tokens(runs, table_rows, width) if width else None,
-            draft_probs=self._spread(runs, probs, width) if width else None,
             padded=logits.every is not None,
         )
         output = self._sampler.sample(rows, batch)
@@ -183,17 +179,6 @@ class Launcher:
         drafts = [run.seq.drafts[: run.num_drafts] for run in runs]
         flat = [token for row in drafts for token in row + [0] * (width - len(row))]
         return self._to_device(flat).view(len(runs), width)
-
-    def _spread(
-        self, runs: list[Scheduled], probs: torch.Tensor | None, width: int
-    ) -> torch.Tensor | None:
-        """Probabilities of drafts, with rows for the sequences that have none."""
-        if probs is None or probs.shape[:2] == (len(runs), width):
-            return probs
-        spread = probs.new_zeros(len(runs), width, probs.shape[2])
-        drafting = [place for place, run in enumerate(runs) if run.num_drafts]
-        spread[self._to_device(drafting), : probs.shape[1]] = probs
-        return spread
 
     def _to_device(self, values: list[int]) -> torch.Tensor:
         device = self._built.device

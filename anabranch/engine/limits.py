@@ -16,6 +16,8 @@ from anabranch.models import LoadedModel
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
 SAMPLING_COPIES = 8  # float32 copies of the logits that sampling may hold at once
+SCORED_TOKENS = 512  # of prompts in a step whose logits are kept, for prompt_logprobs
+SCORING_COPIES = 2  # of their logits as float32
 GRAPH_BYTES = GIB  # that captured graphs may keep of a GPU
 FALLBACK_CONTEXT = 2048  # of a model that names no limit
 
@@ -72,8 +74,9 @@ def size(
     )
     shapes = [*layers.values(), *draft_layers.values()]
     logits = max_num_seqs * (1 + max_drafts) * vocab * 4 * SAMPLING_COPIES
-    if draft is not None:  # what drafts are drawn from, and drawing them in a graph
-        logits += max_num_seqs * (max_drafts + SAMPLING_COPIES) * vocab * 4
+    if draft is not None:  # drawing drafts in a graph
+        logits += max_num_seqs * SAMPLING_COPIES * vocab * 4
+    logits += min(SCORED_TOKENS, max_num_tokens) * SCORING_COPIES * vocab * 4
     budget = _cache_bytes(config, device, logits)
     one_page = page_bytes(shapes, config.page_size)
     wanted = -(-context // config.page_size)

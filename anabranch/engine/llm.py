@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, cast
 
-from anabranch.engine.config import EngineConfig, SpeculativeConfig
+from anabranch.engine.config import EngineConfig
 from anabranch.engine.engine import Engine
 from anabranch.engine.outputs import RequestOutput
-from anabranch.engine.prompts import Prompt
+from anabranch.engine.prompts import Prompt, check_unicode
 from anabranch.engine.request import Request
 from anabranch.engine.runner import Progress
 from anabranch.engine.sampling_params import SamplingParams
@@ -21,16 +21,13 @@ Advance = Callable[[int], None]  # output tokens so far
 class LLM:
     """A model that answers prompts, all of them at once.
 
-    Options are those of `EngineConfig`; `speculative` may be a `SpeculativeConfig` or its options
-    as a dictionary.
+    Options are those of `EngineConfig`; `speculative` may be a `SpeculativeConfig`, its options
+    as a dictionary, or the name of a method alone ("ngram", or "off").
     """
 
     def __init__(
         self, model: str = "smollm2", *, progress: Progress | None = None, **options: Any
     ) -> None:
-        speculative = options.get("speculative")
-        if isinstance(speculative, dict):
-            options["speculative"] = SpeculativeConfig(**cast("dict[str, Any]", speculative))
         self.engine = Engine(EngineConfig(model=model, **options), progress)
         self._numbers = count()
 
@@ -87,6 +84,8 @@ class LLM:
         """Tokens of a conversation by the model's chat template."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError(f"{self.engine.model_name} has no chat template")
+        for message in messages:
+            check_unicode(message.get("content") or "")
         ids = self.tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, return_dict=False
         )
@@ -110,19 +109,19 @@ class LLM:
             self.engine.step()  # takes in what is in flight
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if prompts and isinstance(prompts[0], int):
-        return [cast("Prompt", prompts)]
-    return list(cast("Sequence[Prompt]", prompts))
+def _listed(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        return [cast("Prompt", prompts)]  # one, or what will be refused as one
+    listed = list(cast("Sequence[Any]", prompts))
+    return [listed] if listed and isinstance(listed[0], int) else listed
 
 
-def _matched(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
+def _matched(params: Any, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
-    if len(params) != num_prompts:
-        raise ValueError(f"there are {num_prompts} prompts but {len(params)} sampling params")
-    return list(params)
+    if not isinstance(params, Sequence):
+        raise ValueError(f"params must be SamplingParams or a list of them, got {params!r:.80}")
+    listed = list(cast("Sequence[Any]", params))
+    if len(listed) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts but {len(listed)} sampling params")
+    return listed

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-_ROWS_AT_ONCE = 256  # of the prompt, each a row of float32 logits
+_ROWS_AT_ONCE = 128  # of the prompt, each a row of float32 logits
 
 
 class Logprobs(NamedTuple):

@@ -23,7 +23,7 @@ class CompletionOutput:
     index: int
     text: str
     token_ids: list[int]
-    finish_reason: str | None = None  # "stop", "length" or "abort"
+    finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the token or string that stopped it; None for eos
     logprobs: list[TokenLogprobs] | None = None
     cumulative_logprob: float | None = None
@@ -52,3 +52,4 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
     num_cached_tokens: int = 0
     times: RequestTimes | None = None
+    error: str | None = None  # what ended the request, where its finish reasons are "error"

@@ -19,15 +19,7 @@ def encode_prompt(
     max_model_len: int,
 ) -> list[int]:
     """Tokens of a prompt, truncated from the left if asked to; refuses what cannot be run."""
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError("this model has no tokenizer: give the prompt as token ids")
-        ids = cast("list[int]", tokenizer(prompt)["input_ids"])
-    else:
-        ids = list(prompt)
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int):  # pyright: ignore[reportUnnecessaryIsInstance]
-                raise ValueError(f"a prompt of token ids holds integers, got {token!r}")
+    ids = _text_ids(prompt, tokenizer) if isinstance(prompt, str) else _given_ids(prompt)
     outside = next((token for token in ids if not 0 <= token < vocab_size), None)
     if outside is not None:
         raise ValueError(f"token id {outside} is not in the vocabulary of {vocab_size}")
@@ -41,3 +33,32 @@ def encode_prompt(
             f"max_model_len {max_model_len} allows {max_model_len - 1}"
         )
     return ids
+
+
+def _text_ids(prompt: str, tokenizer: Any | None) -> list[int]:
+    if tokenizer is None:
+        raise ValueError("this model has no tokenizer: give the prompt as token ids")
+    check_unicode(prompt)
+    return cast("list[int]", tokenizer(prompt)["input_ids"])
+
+
+def _given_ids(prompt: Any) -> list[int]:
+    if isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Sequence):
+        kind = type(prompt).__name__
+        raise ValueError(f"a prompt is text or a list of token ids, got {kind} {prompt!r:.80}")
+    ids = list(cast("Sequence[Any]", prompt))
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ValueError(f"a prompt of token ids holds integers, got {token!r:.80}")
+    return ids
+
+
+def check_unicode(text: str) -> None:
+    """Refuse text with a lone surrogate, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        wrong = text[error.start]
+        raise ValueError(
+            f"the prompt is no valid Unicode: a lone surrogate {wrong!r} at {error.start}"
+        ) from None

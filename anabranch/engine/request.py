@@ -29,6 +29,7 @@ class Request:
     arrival: float = field(default_factory=time.monotonic)
     first_token: float | None = None
     last_token: float | None = None
+    error: str | None = None  # what went wrong with this request and with no other
 
     @property
     def finished(self) -> bool:
@@ -55,6 +56,7 @@ class Request:
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=first.num_cached,
             times=RequestTimes(self.arrival, self.first_token, self.last_token),
+            error=self.error,
         )
 
     def _completion(self, seq: Sequence) -> CompletionOutput:

@@ -24,7 +24,6 @@ class SampleBatch:
     num_outputs: Sequence[int]
     num_drafts: Sequence[int]
     draft_tokens: Tensor | None = None  # [num_seqs, max_drafts]
-    draft_probs: Tensor | None = None  # [num_seqs, max_drafts, vocab]; None: not drawn
     padded: bool = False
 
     def __post_init__(self) -> None:
@@ -39,10 +38,6 @@ class SampleBatch:
         if self.draft_tokens is not None and self.draft_tokens.shape[0] != len(self.rows):
             shape = [*self.draft_tokens.shape]
             raise ValueError(f"draft_tokens {shape} do not match {len(self.rows)} sequences")
-        if self.draft_probs is not None and (
-            self.draft_tokens is None or self.draft_probs.shape[:2] != self.draft_tokens.shape
-        ):
-            raise ValueError(f"draft_probs {[*self.draft_probs.shape]} do not match draft_tokens")
 
     @property
     def max_drafts(self) -> int:

@@ -1,7 +1,9 @@
-"""Random numbers that are a function of a seed, a position and a stream.
+"""Randomness of sampling: noise that is a function of a seed, a position and a token.
 
-There is no generator state: a request draws the same numbers whatever else is in its batch, and
-again after a preemption. All three are known on the host, so the numbers are made there.
+A token is drawn by adding Gumbel noise to the logarithms of the weights and taking the largest.
+There is no generator state: a request gets the same noise whatever else is in its batch, and again
+after a preemption. Rounding of the logits changes a draw only where two sums are nearly equal. A
+draft model that gets the same noise draws the target's token as often as their weights agree.
 """
 
 from __future__ import annotations
@@ -9,10 +11,9 @@ from __future__ import annotations
 import secrets
 
 import numpy as np
+from torch import Tensor
 
 from anabranch.engine.sample_transfer import Array
-
-DRAW, ACCEPT, DRAFT = 1, 2, 3  # streams: a token, whether a draft is accepted, a draft token
 
 _WORD = 2**64
 _STEP = 0x9E3779B97F4A7C15  # splitmix64
@@ -35,11 +36,22 @@ def child_seed(seed: int, index: int) -> int:
     return (word ^ word >> 31) >> 1
 
 
-def uniforms(seeds: Array, positions: Array, stream: int) -> Array:
-    """One float64 in [0, 1) for each int64 seed and position, with 53 random bits."""
-    keys = _mix(seeds.view(np.uint64) + np.uint64(_STEP * stream % _WORD))
-    bits = _mix(keys + positions.view(np.uint64) * np.uint64(_STEP))
-    return (bits >> np.uint64(11)) * 2.0**-53
+def noise_keys(seeds: Array, positions: Array) -> Array:
+    """The 64 bits, as int64, that the noise of each int64 seed and position is made from."""
+    mixed = _mix(seeds.view(np.uint64) + np.uint64(_STEP))
+    return _mix(mixed + positions.view(np.uint64) * np.uint64(_STEP)).view(np.int64)
+
+
+def draw(log_weights: Tensor, keys: Tensor) -> Tensor:
+    """A token [rows] for float32 logarithms [rows, vocab] and `keys` [rows]; never one of -inf.
+
+    A row of -inf gives token 0.
+    """
+    if log_weights.is_cuda:
+        from anabranch.kernels.triton.gumbel_argmax import gumbel_argmax
+    else:
+        from anabranch.kernels.cpu.gumbel_argmax import gumbel_argmax
+    return gumbel_argmax(log_weights, keys)
 
 
 def _mix(words: Array) -> Array:

@@ -12,18 +12,11 @@ from anabranch.engine.logits import add_biases, clean_scores, log_weights, penal
 from anabranch.engine.logprobs import Logprobs, token_logprobs
 from anabranch.engine.sample_batch import Positions, SampleBatch
 from anabranch.engine.sample_counts import TokenCounts
-from anabranch.engine.sample_random import ACCEPT, DRAW, uniforms
+from anabranch.engine.sample_filters import apply_filters, top_k_bounds
+from anabranch.engine.sample_random import draw, noise_keys
 from anabranch.engine.sample_transfer import Array, upload
-from anabranch.engine.sample_weights import (
-    draw,
-    filtered_weights,
-    greedy_or,
-    one_hot,
-    top_k_bounds,
-    weights_of_probs,
-)
 from anabranch.engine.sampling_rows import SamplingRows, Work
-from anabranch.speculative.verify import accept_by_ratio, accept_equal, emit, residual
+from anabranch.speculative.verify import accept_equal, emit
 
 _FILTERS = {
     Work.GREEDY: "greedy",
@@ -74,10 +67,7 @@ class SampleStep:
         }
         num_outputs = np.array(self.batch.num_outputs, np.int64)[seqs] + self.positions.steps
         seeds = self._table["seed"][seqs]
-        arrays["draws"] = uniforms(seeds, num_outputs, DRAW)
-        if self.batch.draft_probs is not None:
-            coins = uniforms(seeds, num_outputs, ACCEPT)
-            arrays["coins"] = coins[self.positions.places[:, :-1]]
+        arrays["noise_keys"] = noise_keys(seeds, num_outputs)
         return arrays
 
     def _penalty_arrays(self) -> dict[str, Array]:
@@ -112,52 +102,34 @@ class SampleStep:
         in_prompt = counts.in_prompt.index_select(0, rows)
         penalise(scores, outputs, in_prompt, **{name: self.tensors[name] for name in _PENALTIES})
 
-    def weigh(self, scores: Tensor, best: Tensor) -> Tensor:
-        """The weights of the tokens that temperature and filters leave; overwrites the scores."""
+    def choose(self, scores: Tensor, best: Tensor) -> Tensor:
+        """What the target emits at each position: the best token, or one drawn.
+
+        Overwrites the scores.
+        """
+        if Work.DRAW not in self.work:
+            return best
+        drawn = draw(self._filter(scores, best), self.tensors["noise_keys"])
+        if Work.GREEDY not in self.work:
+            return drawn
+        return torch.where(self.tensors["greedy"], best, drawn)
+
+    def _filter(self, scores: Tensor, best: Tensor) -> Tensor:
+        """Logarithms of the weights of the tokens that temperature and filters leave."""
         at = self.tensors
         logs = log_weights(scores, best, at.get("inverse_temperature"))
         bounds = [at["log_min_p"]] if Work.MIN_P in self.work else []
         if Work.TOP_K in self.work:
             bounds.append(top_k_bounds(logs, at["top_k"], int(self._table["top_k"].max())))
         bound = torch.maximum(bounds[0], bounds[-1]) if bounds else None
-        return filtered_weights(logs, bound, at.get("top_p"))
+        return apply_filters(logs, bound, at.get("top_p"))
 
-    def choose(self, scores: Tensor, best: Tensor) -> Tensor:
-        """What the target itself emits at each position: the best token, or one drawn."""
-        if Work.DRAW not in self.work:
-            return best
-        drawn = draw(self.weigh(scores, best), self.tensors["draws"])
-        return (
-            torch.where(self.tensors["greedy"], best, drawn) if Work.GREEDY in self.work else drawn
-        )
-
-    def match(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
-        """Emits what the target chose, as far as the drafts agree with it, and one more."""
-        drafts = self.batch.draft_tokens
-        assert drafts is not None
+    def verify(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Emit what the target chose, as far as the drafts agree with it, and one more."""
+        assert self.batch.draft_tokens is not None
         chosen = self._by_seq(chosen)
-        num_accepted = accept_equal(chosen, drafts, self.tensors["num_drafts"])
-        final = chosen.gather(1, num_accepted.unsqueeze(1)).squeeze(1)
-        return emit(drafts, final, num_accepted), num_accepted
-
-    def reject(self, scores: Tensor, best: Tensor) -> tuple[Tensor, Tensor]:
-        """Emits the drafts that rejection sampling accepts, and one more token."""
-        at, drafts, draft_probs = self.tensors, self.batch.draft_tokens, self.batch.draft_probs
-        assert drafts is not None and draft_probs is not None
-        weights = self._by_seq(self.target_weights(scores, best))
-        num_accepted = accept_by_ratio(weights, drafts, draft_probs, at["num_drafts"], at["coins"])
-        left = residual(weights, draft_probs, at["num_drafts"], num_accepted)
-        draws = self._by_seq(at["draws"]).gather(1, num_accepted.unsqueeze(1)).squeeze(1)
-        return emit(drafts, draw(weights_of_probs(left), draws), num_accepted), num_accepted
-
-    def target_weights(self, scores: Tensor, best: Tensor) -> Tensor:
-        """The weights of all rows, those of greedy ones on their best token alone."""
-        if Work.DRAW not in self.work:
-            return one_hot(best, scores.shape[1])
-        weights = self.weigh(scores, best)
-        if Work.GREEDY not in self.work:
-            return weights
-        return greedy_or(weights, best, self.tensors["greedy"])
+        num_accepted = accept_equal(chosen, self.batch.draft_tokens, self.tensors["num_drafts"])
+        return emit(chosen, num_accepted), num_accepted
 
     def _by_seq(self, rows: Tensor) -> Tensor:
         """[num_logits, ...] as [num_seqs, max_drafts + 1, ...]."""

@@ -44,11 +44,11 @@ class Sampler:
         if row in self._taken:
             raise ValueError(f"row {row} holds a request")
         self._rows.write(row, params, seed, eos_token_ids)
-        self._taken.add(row)
         if params.penalised:
             if self._counts is None:
                 self._counts = TokenCounts(self._max_num_seqs, self.vocab_size, self.device)
             self._counts.reset(row, prompt_token_ids, output_token_ids)
+        self._taken.add(row)
 
     def remove(self, row: int) -> None:
         """Frees a row."""
@@ -61,17 +61,14 @@ class Sampler:
         self._check(logits, batch)
         step = SampleStep(self._rows, batch, self.device)
         scores = step.process(logits, self._counts)
-        best = first_argmax(scores)
-        if not batch.max_drafts:
-            tokens = step.choose(scores, best).unsqueeze(1)
+        chosen = step.choose(scores, first_argmax(scores))
+        if batch.max_drafts:
+            tokens, num_accepted = step.verify(chosen)
+            num_emitted = num_accepted + 1
+        else:
+            tokens = chosen.unsqueeze(1)
             num_accepted = self._zeros[: len(batch.rows)]
             num_emitted = self._ones[: len(batch.rows)]
-        else:
-            drawn_drafts = Work.DRAW in step.work and batch.draft_probs is not None
-            tokens, num_accepted = (
-                step.reject(scores, best) if drawn_drafts else step.match(step.choose(scores, best))
-            )
-            num_emitted = num_accepted + 1
         if Work.PENALTIES in step.work:
             assert self._counts is not None
             self._counts.emit(step.tensors["seq_rows"], tokens, num_emitted)

@@ -46,9 +46,17 @@ class Scheduled:
 class Scheduler:
     """Waiting and running sequences, the oldest first."""
 
-    def __init__(self, pool: PagePool, max_num_seqs: int, max_num_tokens: int) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        max_num_seqs: int,
+        max_num_tokens: int,
+        max_num_scored: int | None = None,
+    ) -> None:
         self.pool = pool
         self.max_num_tokens = max_num_tokens
+        self.max_num_scored = max_num_scored or max_num_tokens  # tokens whose logits are kept
+        self._scored_left = 0  # of a step
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -69,7 +77,7 @@ class Scheduler:
 
     def schedule(self) -> list[Scheduled]:
         """The next step. Sequences in it count as computed from now on, drafts apart."""
-        budget = self.max_num_tokens
+        budget, self._scored_left = self.max_num_tokens, self.max_num_scored
         step: list[Scheduled] = []
         preempted = self.num_preemptions
         for seq in tuple(self.running):
@@ -103,7 +111,19 @@ class Scheduler:
             padded.append(replace(run, num_tokens=num_tokens, num_padding=more))
         return padded
 
+    def _most(self, seq: Sequence, budget: int) -> int:
+        """How many tokens a sequence may run: each of a scored prompt keeps a row of logits."""
+        scored = seq.scores_prompt and seq.num_computed < seq.prompt_len
+        return min(budget, self._scored_left) if scored else budget
+
+    def _count_scored(self, run: Scheduled) -> Scheduled:
+        self._scored_left -= run.num_tokens if run.scores_prompt else 0
+        return run
+
     def _run(self, seq: Sequence, budget: int) -> Scheduled | None:
+        budget = self._most(seq, budget)
+        if budget <= 0:
+            return None
         drafts = seq.num_drafts if seq.num_uncomputed == 1 else 0
         num_tokens = min(seq.num_uncomputed + drafts, budget)
         drafts = min(drafts, num_tokens - 1)
@@ -115,11 +135,16 @@ class Scheduler:
             if youngest is seq:
                 return None
         samples = num_tokens - drafts == seq.num_uncomputed
-        return Scheduled(seq, seq.num_computed, num_tokens, drafts, samples=samples)
+        return self._count_scored(
+            Scheduled(seq, seq.num_computed, num_tokens, drafts, samples=samples)
+        )
 
     def _admit(self, seq: Sequence, budget: int) -> Scheduled | None:
         if seq.num_pending:
             return None  # preempted while a step was in flight, which has not landed yet
+        budget = self._most(seq, budget)
+        if budget <= 0:
+            return None
         cached = 0
         if not seq.scores_prompt:  # what is found in the cache has no logits
             cached = seq.pages.match_prefix(seq.tokens)
@@ -129,13 +154,13 @@ class Scheduler:
         if not seq.num_preemptions:
             seq.num_cached = cached
         self.num_cached_tokens += cached
-        seq.num_computed = seq.num_draft_computed = cached
+        seq.num_computed, seq.num_draft_computed = cached, seq.pages.num_drafted
         num_tokens = min(seq.num_uncomputed, budget)
         seq.pages.grow(seq.num_computed + num_tokens)
         seq.row = self._rows.pop()
         self.running.append(self.waiting.popleft())
         samples = num_tokens == seq.num_uncomputed
-        return Scheduled(seq, seq.num_computed, num_tokens, samples=samples)
+        return self._count_scored(Scheduled(seq, seq.num_computed, num_tokens, samples=samples))
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tokenizers.decoders import DecodeStream
+from anabranch.engine.detokeniser import Detokeniser, token_texts
 
 
 class TextStream:
     """The text of one continuation.
 
-    A token may hold half a character, so text may lag behind tokens. Text that may turn out to be
-    the beginning of a stop string is held back from `shown`.
+    Text may lag behind tokens: some of it depends on the tokens that follow. Text that may turn
+    out to be the beginning of a stop string is held back from `shown` as well.
     """
 
     def __init__(
@@ -24,50 +24,53 @@ class TextStream:
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
-        self._tokenizer = None if tokenizer is None else tokenizer.backend_tokenizer
-        tail = list(prompt[-PROMPT_TAIL:])
-        if self._tokenizer is not None and self._tokenizer.decode(tail).endswith(HALF_CHARACTER):
-            tail = []  # a stream that begins inside a character would repeat what is before it
-        self._stream = DecodeStream(tail, skip_special_tokens=skip_special)
+        self._pieces: Detokeniser | None = None
+        if tokenizer is not None:
+            self._pieces = Detokeniser(token_texts(tokenizer, skip_special), prompt)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._longest = max(map(len, self._stop), default=0)
-        self.text = ""
+        self._floor = 0  # characters in which no stop string counts
+        self._whole: str | None = None  # up to a stop string
         self.stopped_by: str | None = None
 
     def push(self, token: int, *, may_stop: bool = True) -> bool:
         """Add a token; whether it completes a stop string, with or before which the text ends."""
-        if self._tokenizer is None:
+        if self._pieces is None:
             return False
-        piece = self._stream.step(self._tokenizer, token)
-        if not piece:
+        known = max(len(self._pieces.text), self._floor)
+        self._pieces.push(token)
+        if not self._stop:
             return False
-        known = len(self.text)
-        self.text += piece
+        text = self.text
         if not may_stop:
+            self._floor = len(text)
             return False
         starts = [max(known - len(stop) + 1, 0) for stop in self._stop]
         found = [
-            (self.text.find(stop, start), stop)
-            for stop, start in zip(self._stop, starts, strict=True)
+            (text.find(stop, start), stop) for stop, start in zip(self._stop, starts, strict=True)
         ]
         found = [(place, stop) for place, stop in found if place >= 0]
         if not found:
             return False
         place, self.stopped_by = min(found)
-        self.text = self.text[: place + (len(self.stopped_by) if self._include_stop else 0)]
+        self._whole = text[: place + (len(self.stopped_by) if self._include_stop else 0)]
         return True
+
+    @property
+    def text(self) -> str:
+        """All of it, as if no token followed."""
+        if self._whole is not None:
+            return self._whole
+        return self._pieces.text + self._pieces.pending if self._pieces else ""
 
     @property
     def shown(self) -> str:
         """The text that no later token can take back."""
-        if self.stopped_by is not None:
+        if self._whole is not None or self._pieces is None:
             return self.text
-        for size in range(min(self._longest - 1, len(self.text)), 0, -1):
-            if any(stop.startswith(self.text[-size:]) for stop in self._stop):
-                return self.text[:-size]
-        return self.text
-
-
-HALF_CHARACTER = "\N{REPLACEMENT CHARACTER}"
-PROMPT_TAIL = 6  # tokens of the prompt that decide how the first one after them is written
+        text = self._pieces.text
+        for size in range(min(self._longest - 1, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stop):
+                return text[:-size]
+        return text

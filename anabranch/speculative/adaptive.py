@@ -16,7 +16,8 @@ from statistics import fmean, median_low
 MEMORY = 0.9  # weight of the past in a running mean
 RETRY_STEPS = 64  # until another number of drafts is tried
 TRIAL_STEPS = 3  # that it is tried for; the first does not count
-MARGIN = 1.03  # gain that is worth a change
+MARGIN = 1.03  # gain that is worth more drafts
+LOSS = 1.01  # loss that fewer drafts are worth
 PRIOR = 0.6  # acceptance assumed before the first draft
 FRESH = 2  # measurements before a time is trusted: the first may have compiled something
 RECENT = 9  # measurements that count
@@ -41,9 +42,9 @@ class Mean:
 
 @dataclass(slots=True)
 class Times:
-    """The mean of the last few times, but for steps that were held up.
+    """The mean of the last few times, without steps that were held up.
 
-    Not their median: when few of the steps that may have drafts get any, these must count.
+    A mean, so that rare steps with drafts count.
     """
 
     count: int = 0
@@ -61,6 +62,34 @@ class Times:
         return fmean(ms for ms in self._last if ms <= most)
 
 
+@dataclass(slots=True)
+class Situation:
+    """Steps that are alike: batches of about one size, with or without prompts among them."""
+
+    times: dict[int, Times] = field(default_factory=dict[int, Times])  # by number of drafts
+    since_try: int = 0
+    trial: int = 0
+    trial_left: int = 0
+    chosen: int | None = None
+    before: int | None = None  # drafts asked for in the step before
+
+    def observe(self, num_drafts: int, ms: float) -> None:
+        """One more step; the first after a change is not like those that follow it."""
+        if num_drafts == self.before:
+            self.times.setdefault(num_drafts, Times()).add(ms)
+        self.before = num_drafts
+
+    def measured(self, num_drafts: int) -> float | None:
+        """Milliseconds of a step, if there were enough of them."""
+        times = self.times.get(num_drafts)
+        return None if times is None or times.count < FRESH else times.value
+
+    def num_observed(self, num_drafts: int) -> int:
+        """How many times were measured."""
+        times = self.times.get(num_drafts)
+        return 0 if times is None else times.count
+
+
 def draft_numbers(max_drafts: int) -> list[int]:
     """Numbers of drafts worth a choice: the most, its halves, and none."""
     halves = {max_drafts >> shift for shift in range(max_drafts.bit_length())}
@@ -69,18 +98,15 @@ def draft_numbers(max_drafts: int) -> list[int]:
 
 @dataclass(slots=True)
 class AdaptiveDrafts:
-    """Chooses among a few numbers of drafts, for each size of batch apart."""
+    """Chooses among a few numbers of drafts, for each situation apart."""
 
     max_drafts: int
     enabled: bool = True
     reason: str = "drafts are being tried"
     _accepted: list[Mean] = field(default_factory=list[Mean])  # given that all before were
-    _ms: dict[tuple[int, int], Times] = field(default_factory=dict[tuple[int, int], Times])
-    _since_try: int = 0
-    _trial: int = 0
-    _trial_left: int = 0
-    _last: int = -1
-    _before: int = -1  # drafts asked for in the step before
+    _situations: dict[tuple[int, bool], Situation] = field(
+        default_factory=dict[tuple[int, bool], Situation]
+    )
 
     def __post_init__(self) -> None:
         self._accepted = [Mean(PRIOR, 1) for _ in range(self.max_drafts)]
@@ -90,43 +116,39 @@ class AdaptiveDrafts:
         """Numbers of drafts to choose from."""
         return draft_numbers(self.max_drafts)
 
-    def choose(self, batch: int) -> int:
+    def choose(self, batch: int, *, with_prompts: bool = False) -> int:
         """How many drafts each sequence of the next step should get at most."""
         if not self.enabled:
             return self.max_drafts
-        bucket = batch.bit_length()
+        here = self._situation(batch, with_prompts)
         for number in (self.max_drafts, 0):  # times between them are estimated until tried
-            if self._measured(bucket, number) is None:
+            if here.measured(number) is None:
                 return number
-        if self._trial_left:
-            self._trial_left -= 1
-            return self._trial
-        best = max(self.choices, key=lambda n: self.gain(bucket, n))
-        if self._last in self.choices and best != self._last:
-            worth = self.gain(bucket, best) > MARGIN * self.gain(bucket, self._last)
-            best = best if worth else self._last
-        self._since_try += 1
-        if self._since_try >= RETRY_STEPS:
-            self._since_try = 0
-            others = [n for n in self.choices if n != best]
-            self._trial = min(others, key=lambda n: self._ms.get((bucket, n), Times()).count)
-            self._trial_left = TRIAL_STEPS - 1
-            return self._trial
-        if best != self._last:
-            self._say(bucket, best)
-        self._last = best
+        if here.trial_left:
+            here.trial_left -= 1
+            return here.trial
+        best = self._best(here)
+        here.since_try += 1
+        if here.since_try >= RETRY_STEPS:
+            here.since_try = 0
+            here.trial = min((n for n in self.choices if n != best), key=here.num_observed)
+            here.trial_left = TRIAL_STEPS - 1
+            return here.trial
+        if best != here.chosen:
+            self._explain(here, best, batch, with_prompts)
+        here.chosen = best
         return best
 
-    def observe(self, batch: int, num_drafts: int, ms: float) -> None:
+    def observe(
+        self, batch: int, num_drafts: int, ms: float, *, with_prompts: bool = False
+    ) -> None:
         """A step for which `num_drafts` drafts a sequence were asked took this long.
 
-        The first after a change is not like those that follow it. A draft model catches up with
-        tokens it was not asked about, some RETRY_STEPS of a sequence; and without drafts, only from
-        the second step on does the host work on one while the device works on the next.
+        The first after a change does not count. A draft model catches up with tokens it was not
+        asked about, some RETRY_STEPS of a sequence; and without drafts, only from the second step
+        on does the host work on one while the device works on the next.
         """
-        if num_drafts == self._before:
-            self._ms.setdefault((batch.bit_length(), num_drafts), Times()).add(ms)
-        self._before = num_drafts
+        self._situation(batch, with_prompts).observe(num_drafts, ms)
 
     def count(self, asked: int, accepted: int) -> None:
         """A sequence was asked for drafts; one that was not made is one not accepted."""
@@ -141,29 +163,48 @@ class AdaptiveDrafts:
             total += reached
         return total
 
-    def gain(self, bucket: int, num_drafts: int) -> float:
+    def gain(self, batch: int, num_drafts: int, *, with_prompts: bool = False) -> float:
         """Tokens of a sequence in a second."""
-        ms = self._time(bucket, num_drafts)
+        return self._gain(self._situation(batch, with_prompts), num_drafts)
+
+    def _situation(self, batch: int, with_prompts: bool) -> Situation:
+        return self._situations.setdefault((batch.bit_length(), with_prompts), Situation())
+
+    def _best(self, here: Situation) -> int:
+        gains = {number: self._gain(here, number) for number in self.choices}
+        best = max(gains, key=gains.__getitem__)
+        if here.chosen is None:
+            return best
+        enough = [n for n, gain in gains.items() if n < here.chosen and gain * LOSS >= gains[best]]
+        if enough:
+            return enough[0]
+        return best if gains[best] > MARGIN * gains[here.chosen] else here.chosen
+
+    def _gain(self, here: Situation, num_drafts: int) -> float:
+        ms = self._time(here, num_drafts)
         return 0.0 if ms is None else 1e3 * self.expected_tokens(num_drafts) / max(ms, 1e-6)
 
-    def _measured(self, bucket: int, num_drafts: int) -> float | None:
-        times = self._ms.get((bucket, num_drafts))
-        return None if times is None or times.count < FRESH else times.value
+    def _time(self, here: Situation, num_drafts: int) -> float | None:
+        """Of a step with so many drafts, which takes no less time than one with fewer.
 
-    def _time(self, bucket: int, num_drafts: int) -> float | None:
-        """Measured, or on the line from no drafts to all."""
-        measured = self._measured(bucket, num_drafts)
-        plain, most = self._measured(bucket, 0), self._measured(bucket, self.max_drafts)
-        if measured is not None or plain is None or most is None:
-            return measured
-        return plain + (most - plain) * num_drafts / self.max_drafts
+        Beside prompts of any size, times vary; without this bound, drafts would seem free by luck.
+        """
+        plain, most = here.measured(0), here.measured(self.max_drafts)
+        if plain is None or most is None:
+            return here.measured(num_drafts)
+        fewer = [number for number in self.choices if number <= num_drafts]
+        line = [plain + (most - plain) * number / self.max_drafts for number in fewer]
+        found = [here.measured(number) for number in fewer]
+        return max(on if ms is None else ms for ms, on in zip(found, line, strict=True))
 
-    def _say(self, bucket: int, best: int) -> None:
-        plain, most = self._measured(bucket, 0), self._measured(bucket, self.max_drafts)
+    def _explain(self, here: Situation, best: int, batch: int, with_prompts: bool) -> None:
+        plain, most = self._time(here, 0), self._time(here, self.max_drafts)
         assert plain is not None and most is not None
         what = f"{best} draft{'s' if best > 1 else ''} a step" if best else "speculation off"
+        beside = ", beside prompts" if with_prompts else ""
         self.reason = (
             f"{what}: {self.max_drafts} drafts give {self.expected_tokens(self.max_drafts):.2f} "
-            f"tokens a step for {most / plain:.2f} times the time (batches up to {2**bucket - 1})"
+            f"tokens a step for {most / plain:.2f} times the time "
+            f"(batches up to {2 ** batch.bit_length() - 1}{beside})"
         )
         log.info(self.reason)

@@ -45,11 +45,10 @@ class DraftChain:
         self._unseen = unseen
 
     @torch.inference_mode()
-    def draft(self, runs: Seq[Scheduled]) -> torch.Tensor | None:
+    def draft(self, runs: Seq[Scheduled]) -> None:
         """Put drafts of these runs into the table of unseen tokens.
 
-        What they were drawn from, [num_runs, most drafts, vocab], unless all are greedy. The draft
-        model has computed all but the last CATCH_UP known tokens.
+        The draft model has computed all but the last CATCH_UP known tokens.
         """
         most, kind = max(run.num_drafts for run in runs), self._draws.kind(runs)
         key = self._fitting(ChainKey(most, kind, len(runs)))
@@ -60,7 +59,6 @@ class DraftChain:
             self.graphs.replay(key)
         else:
             self.run(key)
-        return None if kind is Kind.BEST else self._draws.probs[: len(runs), :most]
 
     def run(self, key: ChainKey) -> torch.Tensor:
         """Drafts [batch, num_drafts] for what the buffers hold, all on the device."""

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-import torch
-
 from anabranch.engine.scheduler import Scheduled
 from anabranch.speculative.draft_chain import DraftChain
 from anabranch.speculative.draft_inputs import CATCH_UP
@@ -36,7 +34,7 @@ class DraftProposer:
             seq.drafts = []
             seq.num_drafts = num_drafts
 
-    def propose(self, step: Seq[Scheduled], clock: StageClock) -> torch.Tensor | None:
+    def propose(self, step: Seq[Scheduled], clock: StageClock) -> None:
         """Draft for the runs that have room for drafts; prompts are only computed.
 
         A token that is decoded without drafts is caught up with later.
@@ -51,10 +49,9 @@ class DraftProposer:
         for run in followed:
             run.seq.num_draft_computed = run.start + run.num_known
         drafting = [run for run in followed if run.num_drafts]
-        if not drafting:
-            return None
-        with clock.stage("proposal"):
-            return self._chain.draft(drafting)
+        if drafting:
+            with clock.stage("proposal"):
+                self._chain.draft(drafting)
 
     def finish(self, run: Scheduled, num_accepted: int) -> None:
         """The draft model has computed all drafts but the last."""

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 if TYPE_CHECKING:
     from anabranch.engine.scheduler import Scheduled
     from anabranch.engine.sequence import Sequence
@@ -22,8 +20,8 @@ class Proposer(Protocol):
         """Before scheduling: set `num_drafts`, and `drafts` if the host knows them."""
         ...
 
-    def propose(self, step: Seq[Scheduled], clock: StageClock) -> torch.Tensor | None:
-        """After scheduling: put drafts into the device's table; their probabilities if drawn."""
+    def propose(self, step: Seq[Scheduled], clock: StageClock) -> None:
+        """After scheduling: put drafts that the host does not know into the device's table."""
         ...
 
     def finish(self, run: Scheduled, num_accepted: int) -> None:

@@ -1,9 +1,10 @@
-"""Which drafted tokens are accepted, and what is emitted instead of the first that is not.
+"""Which drafted tokens are accepted, and what is emitted after them.
 
-A proposal without probabilities is compared with what the target itself draws: the draft d is
-accepted with probability p(d), and what was drawn is emitted either way. A proposal drawn from q
-is accepted with probability min(1, p(d) / q(d)), or else replaced by a draw from max(p - q, 0).
-Both emit tokens distributed as p. A greedy target is a p that holds one token.
+The target draws its own token at every position, with noise that depends on the seed and the
+position only. A draft is accepted while it equals that token, so the tokens emitted are the
+target's own whatever was drafted. A draft model draws with the same noise: it is right with
+probability (1 - d) / (1 + d) or more, where d is the total variation distance of the two
+distributions, and 1 - d is the most that any rule can accept.
 """
 
 from __future__ import annotations
@@ -17,57 +18,11 @@ def accept_equal(drawn: Tensor, drafts: Tensor, num_drafts: Tensor) -> Tensor:
 
     `drawn` is [num_seqs, max_drafts + 1]; drafts from `num_drafts` [num_seqs] on are padding.
     """
-    return _count_leading(drawn[:, :-1] == drafts, num_drafts)
+    is_draft = torch.arange(drafts.shape[1], device=drafts.device) < num_drafts.unsqueeze(1)
+    return ((drawn[:, :-1] == drafts) & is_draft).long().cumprod(1).sum(1)
 
 
-def accept_by_ratio(
-    weights: Tensor, drafts: Tensor, draft_probs: Tensor, num_drafts: Tensor, uniforms: Tensor
-) -> Tensor:
-    """How many drafts are accepted because their uniform is below p / q.
-
-    `weights` [num_seqs, max_drafts + 1, vocab] are integers in proportion to p; `draft_probs`
-    [num_seqs, max_drafts, vocab] is q, and `uniforms` [num_seqs, max_drafts] in [0, 1).
-    """
-    places = _padded_to_valid(drafts, num_drafts).unsqueeze(2)
-    total = weights[:, :-1].sum(2, dtype=torch.int64).clamp_(min=1)
-    p = weights[:, :-1].gather(2, places).squeeze(2).double() / total
-    q = draft_probs.gather(2, places).squeeze(2)
-    return _count_leading(uniforms * q < p, num_drafts)
-
-
-def residual(
-    weights: Tensor, draft_probs: Tensor, num_drafts: Tensor, num_accepted: Tensor
-) -> Tensor:
-    """What the token after the accepted ones is drawn from, [num_seqs, vocab], up to a factor.
-
-    max(p - q, 0) after a rejection; p after the last draft, and where rounding left nothing.
-    """
-    vocab_size = weights.shape[2]
-    position = num_accepted.view(-1, 1, 1).expand(-1, 1, vocab_size)
-    p = weights.gather(1, position).squeeze(1)
-    p = p / p.sum(1, keepdim=True, dtype=torch.int64).clamp_(min=1)
-    last_draft = position.clamp(max=draft_probs.shape[1] - 1)
-    q = draft_probs.gather(1, last_draft).squeeze(1)
-    rejected = (num_accepted < num_drafts).unsqueeze(1)
-    left = (p - q * rejected).clamp_(min=0)
-    return torch.where(left.amax(1, keepdim=True) > 0, left, p)
-
-
-def emit(drafts: Tensor, final: Tensor, num_accepted: Tensor) -> Tensor:
-    """The accepted drafts, then `final` [num_seqs], then zeros: [num_seqs, max_drafts + 1]."""
-    positions = torch.arange(drafts.shape[1] + 1, device=drafts.device)
-    last = num_accepted.unsqueeze(1)
-    tokens = torch.where(positions < last, torch.nn.functional.pad(drafts, (0, 1)), 0)
-    return torch.where(positions == last, final.unsqueeze(1), tokens)
-
-
-def _count_leading(accepted: Tensor, num_drafts: Tensor) -> Tensor:
-    return (accepted & _is_draft(accepted, num_drafts)).long().cumprod(1).sum(1)
-
-
-def _is_draft(drafts: Tensor, num_drafts: Tensor) -> Tensor:
-    return torch.arange(drafts.shape[1], device=drafts.device) < num_drafts.unsqueeze(1)
-
-
-def _padded_to_valid(drafts: Tensor, num_drafts: Tensor) -> Tensor:
-    return torch.where(_is_draft(drafts, num_drafts), drafts, 0)
+def emit(drawn: Tensor, num_accepted: Tensor) -> Tensor:
+    """What the target drew, up to one token after the accepted ones, then zeros."""
+    positions = torch.arange(drawn.shape[1], device=drawn.device)
+    return torch.where(positions <= num_accepted.unsqueeze(1), drawn, 0)

@@ -1,0 +1,50 @@
+"""Drawing one token a row by Gumbel noise: the hash in numpy's uint32, logarithms in torch."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+
+Words = np.ndarray[Any, np.dtype[np.uint32]]
+WEYL = 0x9E3779B1  # tokens start this far apart
+MIX_A, MIX_B = 0x21F0AAAD, 0xD35A2D97  # odd factors of a mixer of 32 bits with low bias
+LARGEST = 0xFFFFFF00  # the largest word that is below 2^32 as a float32
+
+
+def gumbel_argmax(
+    log_weights: torch.Tensor,  # float32 [num_rows, vocab]
+    keys: torch.Tensor,  # int64 [num_rows]
+) -> torch.Tensor:
+    """The first token of each row at which the logarithm plus its noise is largest."""
+    found = torch.empty(len(log_weights), dtype=torch.int64)
+    for row, (logs, key) in enumerate(zip(log_weights, keys.tolist(), strict=True)):
+        found[row] = (logs + gumbels(key, len(logs))).argmax()
+    return found
+
+
+def gumbels(key: int, vocab_size: int) -> torch.Tensor:
+    """Standard Gumbel noise, float32 [vocab], from -2.9 to 22.2."""
+    uniforms = torch.from_numpy(words(key, vocab_size).astype(np.float32)).mul_(2.0**-32)
+    return uniforms.neg_().log1p_().neg_().log_().neg_()
+
+
+def words(key: int, vocab_size: int) -> Words:
+    """32 random bits a token, a function of the key's 64 bits, as far as float32 takes them."""
+    low, high = (np.uint32(key >> shift & 0xFFFFFFFF) for shift in (0, 32))
+    bits = _starts(vocab_size) + low
+    bits ^= bits >> np.uint32(16)
+    bits *= np.uint32(MIX_A)
+    bits ^= bits >> np.uint32(15)
+    bits += high
+    bits *= np.uint32(MIX_B)
+    bits ^= bits >> np.uint32(15)
+    bits |= np.uint32(1)
+    return np.minimum(bits, np.uint32(LARGEST), out=bits)
+
+
+@cache
+def _starts(vocab_size: int) -> Words:
+    return np.arange(vocab_size, dtype=np.uint32) * np.uint32(WEYL)
