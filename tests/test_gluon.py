@@ -175,6 +175,19 @@ def test_out_is_written_where_it_is_given(offset: int) -> None:
 
 @hopper
 @pytest.mark.gpu
+def test_keys_by_heads_and_wide_queries() -> None:
+    q, keys, options = make_inputs(replace(MIXED, source="ragged"), 0)
+    wide = torch.cat([q, q], 2)[..., :128]
+    by_heads = replace(
+        keys,
+        k=keys.k.transpose(0, 1).contiguous().transpose(0, 1),
+        v=keys.v.transpose(0, 1).contiguous().transpose(0, 1),
+    )
+    assert_right(attend(wide, by_heads, impl="gluon", **options), q, keys, options)
+
+
+@hopper
+@pytest.mark.gpu
 def test_what_runs_where() -> None:
     q, keys, options = make_inputs(MIXED, 0)
     given = {name: options[name] for name in PLANNED}

@@ -6,7 +6,7 @@ import torch
 
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.device import capability
-from anabranch.kernels.gluon.boxes import is_aligned, store_refusal
+from anabranch.kernels.gluon.boxes import store_refusal, takes_rows
 from anabranch.kernels.gluon.config import HEAD_DIMS, HopperTiles, constants_from
 from anabranch.kernels.gluon.plan import HopperPlan, make_plan
 from anabranch.kernels.triton.merge_tree import Parts
@@ -49,8 +49,8 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"pages must hold a power of two of at least {MIN_PAGE} keys, got {page}"
     if view.values_in_keys:
         return "values must have a store of their own"
-    if not is_aligned(q, q.stride(0), q.stride(1)) or q.stride(2) != 1:
-        return f"q must be aligned to 16 bytes in rows and heads, got strides {q.stride()}"
+    if not takes_rows(q):
+        return f"q must have whole tokens, aligned to 16 bytes, got strides {q.stride()}"
     for name, store in (("k", view.k), ("v", view.v)):
         if reason := store_refusal(name, store):
             return reason
@@ -64,7 +64,7 @@ def attend(call: AttendCall, plan: HopperPlan | None, out: AttentionState | None
     queries, _, rules, view = call
     q = queries.packed
     state = out
-    if state is None or not is_aligned(state.out, *state.out.stride()[:2]):
+    if state is None or not takes_rows(state.out):
         state = new_state(call)
     if q.shape[0]:
         if plan is None:

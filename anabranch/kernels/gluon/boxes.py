@@ -17,6 +17,12 @@ def is_aligned(x: torch.Tensor, *strides: int) -> bool:
     return x.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in strides)
 
 
+def takes_rows(x: torch.Tensor) -> bool:
+    """Whether TMA can copy boxes of [num_tokens, num_heads, dim]: the heads of a token together."""
+    token, head, dim = x.stride()
+    return dim == 1 and token >= head and is_aligned(x, token, head)
+
+
 def num_rows(store: KeyStore) -> int:
     """Rows of a store, counted in strides of a key: [pages, keys, ...] or, packed, [keys, ...]."""
     num_pages, *page_keys = store.ptr.shape[:-2]
