@@ -259,7 +259,7 @@ def header() -> dict[str, object]:
     )
     return {
         "commit": os.environ.get("ANABRANCH_COMMIT") or commit.stdout.strip(),
-        "gpu": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name(),
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "triton": triton.__version__,

@@ -12,6 +12,7 @@ from pathlib import Path
 from engine_tables import engine_section
 from figures import figures_of
 from headlines import headline_section
+from hopper_table import hopper_section
 
 from anabranch.bench.cases import BENCHES
 from anabranch.bench.results import Results, Row
@@ -32,7 +33,12 @@ def newest_results(root: Path) -> dict[str, Results]:
 def sections_of(root: Path) -> dict[str, str]:
     """The text of each marked section that has results."""
     sections = {bench: _attention_section(x) for bench, x in newest_results(root).items()}
-    for name, make in (("engine", engine_section), ("headlines", headline_section)):
+    others = (
+        ("engine", engine_section),
+        ("headlines", headline_section),
+        ("hopper", hopper_section),
+    )
+    for name, make in others:
         if (text := make(root)) is not None:
             sections[name] = text
     return sections

@@ -7,11 +7,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from hopper_table import hopper_results
+
 ATTENTION = {
     "merge": "merge of two 16-bit states",
     "decode": "decode over pages",
     "verify": "verify: 3 to 8 queries a sequence",
-    "prefill": "prefill",
 }
 GROUPS = {"table", "models"}
 
@@ -24,6 +25,7 @@ def headline_section(root: Path) -> str | None:
         for bench, label in ATTENTION.items()
         for path in sorted(folder.glob(f"*-{bench}.json"))
     ]
+    rows += _hopper_rows(root)
     rows += [_throughput_row(path) for path in sorted(folder.glob("engine/*throughput.json"))]
     rows += [row for path in folder.glob("engine/cpu.json") for row in _cpu_rows(path)]
     head = ["| speed of anabranch / that of the fastest peer | median | range | peers | run |"]
@@ -41,6 +43,20 @@ def _attention_row(path: Path, label: str) -> str:
     ratios = [row["ratio"] for row in cases.values()]
     peers = sorted({row["best_peer"].removesuffix(" paged") for row in cases.values()})
     return _row(label, ratios, ", ".join(peers), results["header"])
+
+
+def _hopper_rows(root: Path) -> list[str]:
+    """Prompts, and pieces of prompts beside decodes, on the producer that a GPU's default is."""
+    results = hopper_results(root)
+    if results is None:
+        return []
+    rows = [row for row in results["rows"] if row["producer"] == "gluon"]
+    chunks = [row["ratio"] for row in rows if row["case"].startswith("chunk")]
+    prompts = [row["ratio"] for row in rows if not row["case"].startswith(("chunk", "verify"))]
+    return [
+        _row("prefill", prompts, "FA3, cuDNN", results["header"]),
+        _row("chunks of prompts over pages", chunks, "FA3", results["header"]),
+    ]
 
 
 def _throughput_row(path: Path) -> str:
