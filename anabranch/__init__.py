@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.append import append_kv
 from anabranch.attend import attend
-from anabranch.keys import DenseKV, PagedKV, RaggedKV
+from anabranch.keys import DenseKV, PagedKV, RaggedKV, SelectedKV
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
 from anabranch.state import AttentionState
@@ -22,6 +22,7 @@ __all__ = [
     "Plan",
     "RaggedKV",
     "SamplingParams",
+    "SelectedKV",
     "append_kv",
     "attend",
     "make_plan",

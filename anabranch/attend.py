@@ -7,10 +7,12 @@ import torch
 from anabranch.call import AttendCall, PlanOptions, shape_of
 from anabranch.destination import check_destination, check_unshared
 from anabranch.keys import KeySource, flatten_source, rebuild_source
+from anabranch.merge import merge
 from anabranch.plan import Plan
 from anabranch.producers import choose_producer, load_producer
 from anabranch.queries import Queries, check_queries, pack_queries
-from anabranch.rules import Rules, check_rules, make_rules
+from anabranch.rules import Rules, check_list_rules, check_rules, make_rules
+from anabranch.shapes import Sizes
 from anabranch.state import AttentionState
 
 UNPLANNED = PlanOptions()
@@ -36,7 +38,7 @@ def attend(
 
     q             packed [num_tokens, num_heads, dim] with `cu_seqlens_q` (int32 [num_seqs + 1];
                   without it one token a sequence), or padded [num_seqs, q_len, num_heads, dim]
-    keys          DenseKV, RaggedKV or PagedKV
+    keys          DenseKV, RaggedKV, PagedKV, or SelectedKV, whose lists say which keys a token sees
     causal        a token sees the keys up to its own; queries stand at the end of the keys
     window        a token sees at most this many keys, counted back from its own
     softcap       logits become softcap * tanh(logit / softcap)
@@ -62,18 +64,34 @@ def attend(
         head_dim=q.shape[-1] if q.dim() else 1,
     )
     queries = pack_queries(q, keys, cu_seqlens_q)
+    sinks_apart = None
+    if keys.lists_per_token is not None:
+        check_list_rules(rules)
+        if keys.lists_per_token > 1 and sinks is not None:
+            sinks_apart, rules = _check_sinks(q, rules), rules._replace(sinks=None)
     call = AttendCall(queries, keys, rules, keys.view())
     _check(call, plan, impl)
     if check:
         queries.check_content()
         keys.check_content()
     if out is not None:
-        return _attend_into(q, call, plan, out, impl)
-    run = _attend_traced if torch.compiler.is_compiling() else _attend
-    state = run(call, plan, impl, None)
-    if q.dim() == 3:
+        state = _attend_into(q, call, plan, out, impl)
+    else:
+        run = _attend_traced if torch.compiler.is_compiling() else _attend
+        state = run(call, plan, impl, None)
+        if queries.packed.shape != q.shape:
+            state = AttentionState(*(x.view(*q.shape[:-1], *x.shape[2:]) for x in state))
+    if sinks_apart is None:
         return state
-    return AttentionState(*(x.unflatten(0, q.shape[:2]) for x in state))
+    return merge(state, AttentionState.sink(sinks_apart, state), out=state)
+
+
+def _check_sinks(q: torch.Tensor, rules: Rules) -> torch.Tensor | None:
+    """Sinks that are merged after the call, whose sequences have other heads each."""
+    sizes = Sizes()
+    sizes.bind("num_heads", q.shape[-2], "q")
+    check_rules(rules._replace(tree_mask=None), sizes, q.device)
+    return rules.sinks
 
 
 def _check(call: AttendCall, plan: Plan | None, impl: str | None) -> None:
@@ -113,13 +131,16 @@ def _attend_into(
     if not torch.compiler.is_compiling():
         check_unshared(out, {"q": q, **call.keys.tensors()})
         run = _attend
-    if q.dim() == 3:
+    shape = call.queries.packed.shape[:2]
+    if q.dim() == 3 and q.shape[1] == shape[1]:
         run(call, plan, impl, out)
         return out
-    rows = AttentionState(*(x.flatten(0, 1) for x in out))
+    rows = AttentionState(*(x.reshape(*shape, *x.shape[q.dim() - 1 :]) for x in out))
     run(call, plan, impl, rows)
+    folds_heads = q.shape[-2] != shape[1]
     for mine, written in zip(out, rows, strict=True):
-        if mine.stride(0) != mine.stride(1) * mine.shape[1]:  # no view could flatten it
+        viewed = mine.is_contiguous() or not folds_heads
+        if not viewed or mine.stride(0) != mine.stride(1) * mine.shape[1]:  # rows are a copy
             mine.copy_(written.view(mine.shape))
     return out
 

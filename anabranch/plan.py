@@ -11,7 +11,7 @@ from anabranch.call import AttendCall, CallShape, PlanOptions, shape_of
 from anabranch.keys import KeySource
 from anabranch.producers import choose_producer, load_producer
 from anabranch.queries import check_queries, pack_queries
-from anabranch.rules import make_rules
+from anabranch.rules import check_list_rules, make_rules
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,8 @@ def make_plan(
     rules = make_rules(
         causal=causal, window=window, tree_mask=tree_mask, head_dim=q.shape[-1] if q.dim() else 1
     )
+    if keys.lists_per_token is not None:
+        check_list_rules(rules)
     queries = pack_queries(q, keys, cu_seqlens_q)
     check_queries(queries.packed, keys)
     call = AttendCall(queries, keys, rules, keys.view())

@@ -40,6 +40,8 @@ def pack_queries(q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | 
     """Check how queries belong to sequences, and flatten padded ones."""
     if q.dim() not in (3, 4):
         raise ValueError(f"q must have 3 or 4 dimensions, got shape {tuple(q.shape)}")
+    if keys.lists_per_token is not None:
+        return _fold_heads(q, keys, keys.lists_per_token, cu_seqlens_q)
     padded, num_seqs = q.dim() == 4, keys.num_seqs
     packed = q.flatten(0, 1) if padded else q
     if cu_seqlens_q is None:
@@ -63,6 +65,22 @@ def pack_queries(q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | 
     if num_seqs > 0 and cu_seqlens_q.stride(0) != 1:
         raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
     return Queries(packed, cu_seqlens_q, 0, num_seqs)
+
+
+def _fold_heads(
+    q: torch.Tensor, keys: KeySource, num_lists: int, cu_seqlens_q: torch.Tensor | None
+) -> Queries:
+    """Every list of keys is a sequence, and the heads that read it are those of its one token."""
+    if cu_seqlens_q is not None:
+        raise ValueError("lists of keys say themselves whose they are (seqs), got cu_seqlens_q")
+    num_tokens, num_heads = q.shape[:-2].numel(), q.shape[-2]
+    if num_tokens * num_lists != keys.num_seqs:
+        listed = keys.num_seqs // num_lists
+        raise ValueError(f"q has {num_tokens} tokens, but there are lists of {listed}")
+    if num_heads % num_lists:
+        raise ValueError(f"q has {num_heads} heads, not a multiple of {num_lists} lists a token")
+    packed = q.reshape(keys.num_seqs, num_heads // num_lists, q.shape[-1])
+    return Queries(packed, None, 1, keys.num_seqs)
 
 
 def check_queries(q: torch.Tensor, keys: KeySource) -> Sizes:

@@ -55,6 +55,14 @@ def make_rules(
     return Rules(causal, window, softcap, usual if scale is None else scale, sinks, tree_mask)
 
 
+def check_list_rules(rules: Rules) -> None:
+    """Refuse rules about the order of keys, which lists do not have."""
+    if rules.window is not None:
+        raise ValueError(f"lists of keys have no order for a window, got window={rules.window}")
+    if rules.tree_mask is not None:
+        raise ValueError("lists say which keys a token sees, got a tree_mask beside them")
+
+
 def check_rules(rules: Rules, sizes: Sizes, device: torch.device) -> None:
     """Refuse sinks and masks that do not go with the queries."""
     if rules.sinks is not None:

@@ -26,12 +26,13 @@ from anabranch.kernels.gluon.order import order, order_size
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
 from anabranch.kernels.triton.constants import AttendProgram, attend_program
+from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.merge_parts import merge_parts
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.schedule import schedule
 from anabranch.kernels.triton.schedule_layout import schedule_size
-from anabranch.keys import PLAIN, DenseKV, PagedKV
+from anabranch.keys import PLAIN, DenseKV, PagedKV, SelectedKV
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -63,6 +64,7 @@ def launch_attend(
     rules: Rules,
     shared_memory: int,
     fused: bool = True,
+    weighted: bool = False,
 ) -> None:
     """Short blocks over pages, long ones over contiguous keys."""
     k, v = (meta(64, 16, 8, dim, dtype=dtype) for dim in dims)
@@ -74,7 +76,8 @@ def launch_attend(
     )
     state = AttentionState(meta(64, 32, dims[1], dtype=dtype), meta(64, 32))
     q = meta(64, 32, dims[0], dtype=dtype)
-    attend(q, keys.view(), rules, state, ints(1024), SCRATCH, program)
+    view = keys.view()._replace(log_weights=meta(64, 16) if weighted else None)
+    attend(q, view, rules, state, ints(1024), SCRATCH, program)
 
 
 def attend_cases(shared_memory: int) -> Iterator[Case]:
@@ -100,6 +103,8 @@ def attend_cases(shared_memory: int) -> Iterator[Case]:
         yield f"{kind} with window, softcap and sinks", call
         apart = partial(launch_attend, *given, plain, shared_memory, fused=False)
         yield f"{kind} with a merge apart", apart
+    weighted = partial(launch_attend, short, (128, 128), BRAIN, plain, shared_memory, weighted=True)
+    yield "decode with log-weights", weighted
 
 
 def gluon_cases(_: int) -> Iterator[Case]:
@@ -207,6 +212,21 @@ def schedule_cases(_: int) -> Iterator[Case]:
     yield "whole storage", partial(launch, False, False, None, False)
 
 
+def list_pages_cases(_: int) -> Iterator[Case]:
+    """Lists over pages and over a padded batch, for each head and for all."""
+
+    def launch(paged: bool, num_lists: int, by_seqs: bool) -> object:
+        k = meta(64, 16, 8, 128, dtype=BRAIN)
+        keys = PagedKV(k, k, ints(64, 16), ints(64)) if paged else DenseKV(k, k)
+        shape = (64, num_lists) if num_lists > 1 else (64,)
+        seqs = ints(64) if by_seqs else None
+        return list_pages(SelectedKV(keys, ints(*shape, 300), ints(shape), None, seqs).view().lists)
+
+    yield "paged, by query heads", partial(launch, True, 32, False)
+    yield "paged, for all heads, by tokens", partial(launch, True, 1, True)
+    yield "dense, by kv heads", partial(launch, False, 8, False)
+
+
 def append_kv_cases(_: int) -> Iterator[Case]:
     """Widths, dtypes, cache layouts and kinds of slots."""
     half, single = BRAIN, SINGLE
@@ -250,6 +270,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{GLUON}.order": order_cases,
     f"{TRITON}.append_kv": append_kv_cases,
     f"{TRITON}.attend_kernel": attend_cases,
+    f"{TRITON}.list_pages": list_pages_cases,
     f"{TRITON}.merge": merge_cases,
     f"{TRITON}.merge_parts": merge_parts_cases,
     f"{TRITON}.schedule": schedule_cases,

@@ -5,8 +5,9 @@ from anabranch.keys.dense import DenseKV
 from anabranch.keys.kinds import KINDS, flatten_source, rebuild_source
 from anabranch.keys.paged import PagedKV
 from anabranch.keys.ragged import RaggedKV
+from anabranch.keys.selected import SelectedKV
 from anabranch.keys.source import KeyLengths, KeySource
-from anabranch.keys.view import PLAIN, KeyStore, KeyView, StoreFormat, store_of
+from anabranch.keys.view import PLAIN, KeyLists, KeyStore, KeyView, StoreFormat, store_of
 
 __all__ = [
     "KINDS",
@@ -14,11 +15,13 @@ __all__ = [
     "DenseKV",
     "KeyColumns",
     "KeyLengths",
+    "KeyLists",
     "KeySource",
     "KeyStore",
     "KeyView",
     "PagedKV",
     "RaggedKV",
+    "SelectedKV",
     "StoreFormat",
     "flatten_source",
     "rebuild_source",

@@ -87,6 +87,31 @@ class ScatteredColumns(NamedTuple):
         return k.view(*inner.shape, *k.shape[1:]), v.view(*inner.shape, *v.shape[1:])
 
 
+class ListedColumns(NamedTuple):
+    """Lists of keys of a cache or a padded batch, each of all heads or of one."""
+
+    k: torch.Tensor  # [outer, inner, num_kv_heads, head_dim_k]
+    v: torch.Tensor  # [outer, inner, num_kv_heads, head_dim_v]
+    outer: torch.Tensor  # integer [num_lists, k_len]
+    inner: torch.Tensor  # integer [num_lists, k_len]
+    heads: torch.Tensor | None  # int64 [num_lists], or all heads
+
+    @property
+    def copied_bytes(self) -> int:
+        """A key and a value."""
+        if self.heads is None:
+            return _row_bytes(self.k) + _row_bytes(self.v)
+        return (self.k.shape[-1] + self.v.shape[-1]) * self.k.itemsize
+
+    def read(self, columns: slice) -> Pair:
+        """A copy of these columns, key by key."""
+        outer, inner = self.outer[:, columns], self.inner[:, columns]
+        if self.heads is None:
+            return self.k[outer, inner], self.v[outer, inner]
+        heads = self.heads[:, None]
+        return self.k[outer, inner, heads][:, :, None], self.v[outer, inner, heads][:, :, None]
+
+
 def is_flat(x: torch.Tensor) -> bool:
     """Whether the first two dimensions can be one."""
     return x.stride(0) == x.stride(1) * x.shape[1]

@@ -7,9 +7,12 @@ import torch
 from anabranch.keys.dense import DenseKV
 from anabranch.keys.paged import PagedKV
 from anabranch.keys.ragged import RaggedKV
+from anabranch.keys.selected import SelectedKV
 from anabranch.keys.source import KeySource
 
-KINDS: dict[str, type[KeySource]] = {source.kind: source for source in (DenseKV, RaggedKV, PagedKV)}
+KINDS: dict[str, type[KeySource]] = {
+    source.kind: source for source in (DenseKV, RaggedKV, PagedKV, SelectedKV)
+}
 
 
 def flatten_source(keys: KeySource) -> tuple[str, list[torch.Tensor], list[int]]:

@@ -71,6 +71,11 @@ class KeySource:
         return 1
 
     @property
+    def lists_per_token(self) -> int | None:
+        """Lists of keys that a query token has, each a sequence for some of its heads, or None."""
+        return None
+
+    @property
     def lengths(self) -> KeyLengths:
         """How many keys each sequence has."""
         raise NotImplementedError
@@ -111,6 +116,12 @@ class KeySource:
         any key of that sequence. None if no sequence is shorter than `k_len`.
         """
         raise NotImplementedError
+
+    def column_weights(
+        self, seqs: list[int], lens: list[int], k_len: int, starts: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """What is added to the logits of the keys that `columns` returns, or None."""
+        del seqs, lens, k_len, starts
 
     def key_lens(self) -> list[int]:
         """How many keys each sequence has, read from the device."""

@@ -36,6 +36,27 @@ def store_of(pages: torch.Tensor) -> KeyStore:
     return KeyStore(pages, page, key, head, dim, PLAIN)
 
 
+class KeyLists(NamedTuple):
+    """Lists of keys, each of which is a sequence of its own, and where a listed key lies.
+
+    A list names keys of one sequence of another source. In strides of a page of the view, key p of
+    sequence i lies at `page * page_step + row * key_step + kv_head * head_step`, with page and row
+    from row i of the table.
+    """
+
+    indices: torch.Tensor  # int32 [num_lists, width]
+    counts: torch.Tensor  # int32 [num_lists]
+    seqs: torch.Tensor | None  # int32 [num_tokens]; by default token t reads t // tokens_per_seq
+    tokens_per_seq: int
+    lists_per_token: int
+    num_kv_heads: int  # that lists are divided among; 1 where a list is of all heads
+    page_table: torch.Tensor | None  # of the other source; without one a sequence is a page
+    page_size: int
+    page_step: int
+    key_step: int
+    head_step: int
+
+
 class KeyView(NamedTuple):
     """All that a kernel needs to find the keys of a sequence.
 
@@ -48,3 +69,5 @@ class KeyView(NamedTuple):
     page_table: torch.Tensor | None  # int32 [rows, max_pages]
     page_size: int  # keys between two pages; without a table, between two origins
     values_in_keys: bool = False  # a value is the first head_dim_v columns of its key
+    lists: KeyLists | None = None  # a producer makes the table from them, with pages of one key
+    log_weights: torch.Tensor | None = None  # float32 [rows, keys], added to the logits of keys

@@ -56,7 +56,8 @@ def attend(call: AttendCall, plan: None, out: AttentionState | None) -> Attentio
     shape = (*q.shape[:2], head_dim_v)
     bounds = queries.starts().tolist()
     state = None
-    use_flash = rules.softcap is None and q.shape[2] == head_dim_v
+    plain = rules.softcap is None and call.view.log_weights is None
+    use_flash = plain and q.shape[2] == head_dim_v
     join_long = use_flash and rules.window is None and keys.is_contiguous
     for batch in make_batches(q, keys, bounds, rules.window, join_long):
         visibility = _visibility(batch, rules)

@@ -23,6 +23,7 @@ class Batch(NamedTuple):
     k_len: int
     columns: KeyColumns
     starts: torch.Tensor | None  # int64 [num_seqs], column of the first key; None if all are 0
+    log_weights: torch.Tensor | None = None  # float32 [num_seqs, k_len], added to logits
 
 
 def make_batches(
@@ -40,10 +41,11 @@ def make_batches(
         starts = None
         if any(seen[seq] < k_len for seq in seqs):
             starts = torch.tensor([k_len - seen[seq] for seq in seqs])
-        columns = keys.columns(seqs, [k_lens[seq] for seq in seqs], k_len, starts)
+        shape = (seqs, [k_lens[seq] for seq in seqs], k_len, starts)
+        columns, weights = keys.columns(*shape), keys.column_weights(*shape)
         tokens = _tokens([bounds[seq] for seq in seqs], q_len)
         rows = q if tokens == slice(0, len(q)) else q[tokens]
-        yield Batch(tokens, rows.view(-1, q_len, *q.shape[1:]), k_len, columns, starts)
+        yield Batch(tokens, rows.view(-1, q_len, *q.shape[1:]), k_len, columns, starts, weights)
 
 
 def group_sequences(

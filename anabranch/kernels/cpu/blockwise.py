@@ -1,6 +1,7 @@
 """Online softmax over tiles of keys, in matmuls: for what torch's flash kernel cannot do.
 
-That is softcap, and head_dim_k != head_dim_v, where padding for that kernel is slower than this.
+That is softcap, log-weights of keys, and head_dim_k != head_dim_v, where padding for that kernel is
+slower than this.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ def _attend_rows(
             scores.mul_(scale)
         else:
             scores.mul_(scale / softcap).tanh_().mul_(softcap)
+        if batch.log_weights is not None:
+            scores.add_(batch.log_weights[:, None, None, keys])
         mask = visibility.tile(rows, keys)
         if mask is not None:
             scores.masked_fill_(~mask, -torch.inf)

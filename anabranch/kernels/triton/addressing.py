@@ -37,6 +37,7 @@ class ViewArguments(NamedTuple):
     k: StoreArguments
     v: StoreArguments
     table: torch.Tensor | None
+    log_weights: torch.Tensor | None  # in the shape of the table
 
 
 def store_arguments(store: KeyStore) -> StoreArguments:
@@ -46,7 +47,8 @@ def store_arguments(store: KeyStore) -> StoreArguments:
 
 def view_arguments(view: KeyView) -> ViewArguments:
     """A view without what kernels know as constants."""
-    return ViewArguments(store_arguments(view.k), store_arguments(view.v), view.page_table)
+    stores = store_arguments(view.k), store_arguments(view.v)
+    return ViewArguments(*stores, view.page_table, view.log_weights)
 
 
 @triton.jit

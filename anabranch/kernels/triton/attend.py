@@ -7,6 +7,7 @@ import torch
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels.triton.attend_kernel import attend as launch
 from anabranch.kernels.triton.constants import program_from
+from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge_parts import merge_parts
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.plan import TritonPlan, make_plan
@@ -48,6 +49,8 @@ def attend(call: AttendCall, plan: TritonPlan | None, out: AttentionState | None
     if plan is None:
         plan = make_plan(call, PlanOptions())
     program = plan.program
+    if view.lists is not None:
+        view = view._replace(page_table=list_pages(view.lists))
     launch(queries.packed, view, rules, state, plan.schedule, plan.parts, program)
     if not program.constants.merging.fused:
         merge_parts(state, plan.schedule, plan.parts, program.constants)

@@ -11,13 +11,27 @@ from anabranch.kernels.triton.addressing import (
     load_tile,
 )
 from anabranch.kernels.triton.masks import seen_by_all, visible
-from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, sink_state, update_state
+from anabranch.kernels.triton.online_softmax import (
+    LN_2,
+    LOG2_E,
+    empty_state,
+    sink_state,
+    update_state,
+)
 
 
 @triton.jit
 def capped(scores, scale, softcap):
     """Natural logits softcap * tanh(scores * scale / softcap); tanh(x) = 1 - 2 / (e^2x + 1)."""
     return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap)) + 1.0))
+
+
+@triton.jit
+def weighted(scores, scale, keys, origin, log_weights, stride, KEYS_FIRST: tl.constexpr):
+    """Natural logits: scores times a scale in base 2, plus the log-weight of each key."""
+    weights = tl.load(log_weights + origin.to(tl.int64) * stride + keys)
+    weights = weights[:, None] if KEYS_FIRST else weights[None, :]
+    return scores * (scale * LN_2) + weights
 
 
 @triton.jit
@@ -126,6 +140,13 @@ def attend_tiles(
         scale = rules.scale
         if rules.softcap is not None:
             scores = capped(scores, rules.scale, rules.softcap)
+            scale = LOG2_E
+        if view.log_weights is not None:
+            safe_keys = tl.minimum(keys, seq_len - 1)
+            scores = weighted(
+                scores, scale, safe_keys, origin, view.log_weights, table_stride,
+                C.tiles.keys_first,
+            )  # fmt: skip
             scale = LOG2_E
         is_edge = True  # a short block waits for memory and has time to mask every tile
         if C.tiles.block_m >= 64:
