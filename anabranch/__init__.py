@@ -9,6 +9,7 @@ from anabranch.keys import DenseKV, PagedKV, RaggedKV, SelectedKV
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
 from anabranch.state import AttentionState
+from anabranch.tree import DraftTree, make_draft_tree
 
 if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
@@ -18,6 +19,7 @@ __all__ = [
     "LLM",
     "AttentionState",
     "DenseKV",
+    "DraftTree",
     "PagedKV",
     "Plan",
     "RaggedKV",
@@ -25,6 +27,7 @@ __all__ = [
     "SelectedKV",
     "append_kv",
     "attend",
+    "make_draft_tree",
     "make_plan",
     "merge",
 ]

@@ -26,6 +26,7 @@ from anabranch.kernels.gluon.order import order, order_size
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
 from anabranch.kernels.triton.constants import AttendProgram, attend_program
+from anabranch.kernels.triton.draft_tree import make_draft_tree
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.merge_parts import merge_parts
@@ -227,6 +228,12 @@ def list_pages_cases(_: int) -> Iterator[Case]:
     yield "dense, by kv heads", partial(launch, False, 8, False)
 
 
+def draft_tree_cases(_: int) -> Iterator[Case]:
+    """With and without lengths."""
+    yield "lengths", partial(make_draft_tree, ints(64), ints(9), ints(8), 64)
+    yield "no lengths", partial(make_draft_tree, ints(64), ints(9), None, 8)
+
+
 def append_kv_cases(_: int) -> Iterator[Case]:
     """Widths, dtypes, cache layouts and kinds of slots."""
     half, single = BRAIN, SINGLE
@@ -270,6 +277,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{GLUON}.order": order_cases,
     f"{TRITON}.append_kv": append_kv_cases,
     f"{TRITON}.attend_kernel": attend_cases,
+    f"{TRITON}.draft_tree": draft_tree_cases,
     f"{TRITON}.list_pages": list_pages_cases,
     f"{TRITON}.merge": merge_cases,
     f"{TRITON}.merge_parts": merge_parts_cases,

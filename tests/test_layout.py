@@ -20,7 +20,7 @@ LAYERS = [
     {"keys", "device", "destination"},
     {"rules", "queries", "call"},
     {"kernels"},
-    {"merge", "producers", "plan", "attend", "append", "linear"},
+    {"merge", "producers", "plan", "attend", "append", "linear", "tree", "selectors", "cascade"},
     {""},  # the package itself, `from anabranch import merge`
     {"integrations", "distributed"},
     {"cache"},
