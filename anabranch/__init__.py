@@ -8,6 +8,14 @@ from anabranch.attend import attend
 from anabranch.keys import DenseKV, PagedKV, RaggedKV, SelectedKV
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
+from anabranch.selectors import (
+    PageBounds,
+    bound_pages,
+    extend_bounds,
+    select_pages,
+    select_recent,
+    select_top_keys,
+)
 from anabranch.state import AttentionState
 from anabranch.tree import DraftTree, make_draft_tree
 
@@ -20,6 +28,7 @@ __all__ = [
     "AttentionState",
     "DenseKV",
     "DraftTree",
+    "PageBounds",
     "PagedKV",
     "Plan",
     "RaggedKV",
@@ -27,9 +36,14 @@ __all__ = [
     "SelectedKV",
     "append_kv",
     "attend",
+    "bound_pages",
+    "extend_bounds",
     "make_draft_tree",
     "make_plan",
     "merge",
+    "select_pages",
+    "select_recent",
+    "select_top_keys",
 ]
 __version__ = "0.1.0"
 
