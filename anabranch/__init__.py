@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.append import append_kv
 from anabranch.attend import attend
+from anabranch.cascade import Cascade, attend_cascade, make_cascade
 from anabranch.keys import DenseKV, PagedKV, RaggedKV, SelectedKV
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "AttentionState",
+    "Cascade",
     "DenseKV",
     "DraftTree",
     "PageBounds",
@@ -36,8 +38,10 @@ __all__ = [
     "SelectedKV",
     "append_kv",
     "attend",
+    "attend_cascade",
     "bound_pages",
     "extend_bounds",
+    "make_cascade",
     "make_draft_tree",
     "make_plan",
     "merge",

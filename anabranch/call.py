@@ -35,6 +35,7 @@ class PlanOptions(NamedTuple):
     batch_invariant: bool = False  # the bits of a sequence do not depend on the batch
     fused_merge: bool = True  # parts are merged without a second launch
     config: object | None = None  # the producer's own tiles, in place of those it would select
+    rows_per_seq: float | None = None  # that tiles are selected for; by default the average
 
 
 class CallShape(NamedTuple):

@@ -48,6 +48,7 @@ def make_plan(
     batch_invariant: bool = False,
     fused_merge: bool = True,
     config: object | None = None,
+    rows_per_seq: float | None = None,
     impl: str | None = None,
 ) -> Plan:
     """Divide the work of `attend(q, keys, ...)` with these options among the GPU's processors.
@@ -55,8 +56,10 @@ def make_plan(
     Only the shape, dtype and device of `q` and `keys` matter, and the lengths, which are read on
     the device. With `batch_invariant`, keys are cut at fixed boundaries, so that a sequence's
     result has the same bits in any batch of the same query length. Without `fused_merge`, a second
-    launch merges the parts, to see what that costs. `config` overrides the tiles. `impl` chooses
-    the producer, as in attend(), which then runs every call that is given the plan.
+    launch merges the parts, to see what that costs. `config` overrides the tiles, which are
+    otherwise selected for `rows_per_seq` query rows (tokens times group) a sequence, by default
+    the average. `impl` chooses the producer, as in attend(), which then runs every call that is
+    given the plan.
 
     The parts of a call wait in the plan, so calls that share it must run one after the other. On
     one stream they do; for calls on several streams, make a plan for each.
@@ -69,7 +72,7 @@ def make_plan(
     queries = pack_queries(q, keys, cu_seqlens_q)
     check_queries(queries.packed, keys)
     call = AttendCall(queries, keys, rules, keys.view())
-    options = PlanOptions(batch_invariant, fused_merge, config)
+    options = PlanOptions(batch_invariant, fused_merge, config, rows_per_seq)
     name = choose_producer(call, options, impl)
     producer = load_producer(name)
     work = producer.make_plan(call, options)

@@ -33,6 +33,7 @@ from anabranch.kernels.triton.merge_parts import merge_parts
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.schedule import schedule
 from anabranch.kernels.triton.schedule_layout import schedule_size
+from anabranch.kernels.triton.share_pages import share_pages
 from anabranch.keys import PLAIN, DenseKV, PagedKV, SelectedKV
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
@@ -234,6 +235,14 @@ def draft_tree_cases(_: int) -> Iterator[Case]:
     yield "no lengths", partial(make_draft_tree, ints(64), ints(9), None, 8)
 
 
+def share_pages_cases(_: int) -> Iterator[Case]:
+    """One level and several."""
+    given = {"num_tokens": 8, "page_size": 16, "min_saved_keys": 512}
+    for levels in (1, 3):
+        table = ints(8, 64), ints(8), ints(9)
+        yield f"{levels} levels", partial(share_pages, *table, levels=levels, **given)
+
+
 def append_kv_cases(_: int) -> Iterator[Case]:
     """Widths, dtypes, cache layouts and kinds of slots."""
     half, single = BRAIN, SINGLE
@@ -281,6 +290,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{TRITON}.list_pages": list_pages_cases,
     f"{TRITON}.merge": merge_cases,
     f"{TRITON}.merge_parts": merge_parts_cases,
+    f"{TRITON}.share_pages": share_pages_cases,
     f"{TRITON}.schedule": schedule_cases,
 }
 

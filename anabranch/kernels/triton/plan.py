@@ -65,8 +65,11 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
     group = num_heads // num_kv_heads
     config = options.config
     if config is None:
+        rows_per_seq = options.rows_per_seq
+        if rows_per_seq is None:
+            rows_per_seq = num_tokens * group / max(keys.num_seqs, 1)
         config = select_attend(
-            rows_per_seq=num_tokens * group / max(keys.num_seqs, 1),
+            rows_per_seq=rows_per_seq,
             num_pairs=INVARIANT_PAIRS if options.batch_invariant else keys.num_seqs * num_kv_heads,
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_v,

@@ -1,0 +1,176 @@
+"""Shared prefixes: pages that sequences have in common are attended to once for all of them.
+
+The keys of a sequence are cut into spans: one for each level at which it shares leading pages with
+its neighbours in the batch, and the rest. A span is a part like any other, so states over spans are
+merged. Who shares what is found on the device, when the cascade is made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
+from typing import NamedTuple
+
+import torch
+
+from anabranch.attend import attend
+from anabranch.keys import PagedKV
+from anabranch.merge import merge
+from anabranch.plan import Plan, make_plan
+from anabranch.queries import check_queries, pack_queries
+from anabranch.state import AttentionState
+
+MAX_LEVELS = 7  # with the rest, as many states as one merge takes
+# A group must save the reading of so many keys to be attended to together. An estimate: beginning
+# and merging one more block of 64 rows takes about as long as reading 512 keys.
+MIN_SAVED_KEYS = 512
+SHARERS = {
+    "torch": "anabranch.kernels.cpu.share_pages",
+    "triton": "anabranch.kernels.triton.share_pages",
+}
+
+
+class SharedPages(NamedTuple):
+    """Spans of pages, and whose they are.
+
+    Spans of a level stand in the order of the batch, with one for the tokens of no sequence: span
+    `level * (num_seqs + 1) + i` is that of the group whose first sequence is i, or has no tokens.
+    Tokens of level l are counted from `l * num_tokens`.
+    """
+
+    cu_seqlens: torch.Tensor  # int32 [levels * (num_seqs + 1) + 1], tokens of each span
+    page_table: torch.Tensor  # int32 [levels * (num_seqs + 1), max_pages]
+    seq_lens: torch.Tensor  # int32 [levels * (num_seqs + 1)], 0 where nothing is shared
+    rest_table: torch.Tensor  # int32 [num_seqs, max_pages]
+    rest_lens: torch.Tensor  # int32 [num_seqs]
+
+
+@dataclass(frozen=True, slots=True)
+class Cascade:
+    """How the sequences of a step share pages, with a plan for each part of the work."""
+
+    pages: SharedPages
+    levels: int
+    cu_seqlens_q: torch.Tensor | None
+    shared_plan: Plan
+    rest_plan: Plan
+    impl: str | None
+
+
+def make_cascade(
+    q: torch.Tensor,
+    keys: PagedKV,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    levels: int = 2,
+    min_saved_keys: int = MIN_SAVED_KEYS,
+    impl: str | None = None,
+) -> Cascade:
+    """Find what neighbours in the batch share, once for all layers of a step.
+
+    q, cu_seqlens_q  as in attend(), packed; only shapes and lengths matter
+    keys             pages whose table lists shared pages for every sequence that uses them.
+                     Sequences that share must stand side by side in the batch
+    levels           how often a prefix may branch: with 2, a prompt of all sequences and below it
+                     documents of some of them. What is shared beyond that is read by each
+    min_saved_keys   a span is shared if that spares so many reads of a key
+
+    Only whole pages before a sequence's queries are shared. Lengths and the table are read on the
+    device: made inside a captured graph, a cascade is made anew at each replay.
+    """
+    if not 1 <= levels <= MAX_LEVELS:
+        raise ValueError(f"levels must be 1 to {MAX_LEVELS}, got {levels}")
+    if min_saved_keys < 1:
+        raise ValueError(f"min_saved_keys must be at least 1, got {min_saved_keys}")
+    if q.dim() != 3:
+        raise ValueError(f"q must be packed [num_tokens, num_heads, dim], got {tuple(q.shape)}")
+    queries = pack_queries(q, keys, cu_seqlens_q)
+    check_queries(q, keys)
+    pages = SharedPages(
+        *_load_sharer(impl, q.device).share_pages(
+            keys.page_table,
+            keys.seq_lens,
+            queries.starts(),
+            num_tokens=q.shape[0],
+            page_size=keys.page_size,
+            levels=levels,
+            min_saved_keys=min_saved_keys,
+        )
+    )
+    shared, rest = _sources(keys, pages)
+    shared_plan = make_plan(
+        q.new_empty(1, q.shape[1], q.shape[2]).expand(levels * q.shape[0], -1, -1),
+        shared,
+        cu_seqlens_q=pages.cu_seqlens,
+        causal=False,
+        rows_per_seq=q.shape[0] * q.shape[1] / keys.num_kv_heads,  # as if all shared one prefix
+        impl=impl,
+    )
+    rest_plan = make_plan(q, rest, cu_seqlens_q=queries.cu_seqlens, tree_mask=tree_mask, impl=impl)
+    return Cascade(pages, levels, queries.cu_seqlens, shared_plan, rest_plan, impl)
+
+
+def attend_cascade(
+    q: torch.Tensor,
+    keys: PagedKV,
+    cascade: Cascade,
+    *,
+    softcap: float | None = None,
+    scale: float | None = None,
+    sinks: torch.Tensor | None = None,
+    tree_mask: torch.Tensor | None = None,
+    out: AttentionState | None = None,
+) -> AttentionState:
+    """What attend(q, keys, ...) returns, with shared pages read once for each group.
+
+    `cascade` is of this step, for the table and the lengths of `keys`. There is no window.
+    """
+    shared, rest = _sources(keys, cascade.pages)
+    levels, num_tokens = cascade.levels, q.shape[0]
+    prefix = attend(
+        q if levels == 1 else q.repeat(levels, 1, 1),
+        shared,
+        cu_seqlens_q=cascade.pages.cu_seqlens,
+        causal=False,
+        softcap=softcap,
+        scale=scale,
+        plan=cascade.shared_plan,
+    )
+    own = attend(
+        q,
+        rest,
+        cu_seqlens_q=cascade.cu_seqlens_q,
+        softcap=softcap,
+        scale=scale,
+        sinks=sinks,
+        tree_mask=tree_mask,
+        plan=cascade.rest_plan,
+        out=out,
+    )
+    spans = (
+        AttentionState(*(x[level * num_tokens : (level + 1) * num_tokens] for x in prefix))
+        for level in range(levels)
+    )
+    return merge(own, *spans, out=own)
+
+
+def _sources(keys: PagedKV, pages: SharedPages) -> tuple[PagedKV, PagedKV]:
+    return (
+        PagedKV(keys.k, keys.v, pages.page_table, pages.seq_lens),
+        PagedKV(keys.k, keys.v, pages.rest_table, pages.rest_lens),
+    )
+
+
+@cache
+def _load_sharer(impl: str | None, device: torch.device) -> ModuleType:
+    if impl is None:
+        impl = "torch" if device.type == "cpu" else "triton"
+    if impl not in SHARERS:
+        raise ValueError(f"impl must be one of {', '.join(SHARERS)}, got {impl!r}")
+    module = import_module(SHARERS[impl])
+    if reason := module.refusal(device):
+        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
+    return module
