@@ -56,7 +56,6 @@ class Cascade:
     cu_seqlens_q: torch.Tensor | None
     shared_plan: Plan
     rest_plan: Plan
-    impl: str | None
 
 
 def make_cascade(
@@ -102,7 +101,7 @@ def make_cascade(
     )
     shared, rest = _sources(keys, pages)
     shared_plan = make_plan(
-        q.new_empty(1, q.shape[1], q.shape[2]).expand(levels * q.shape[0], -1, -1),
+        q.new_empty(levels * q.shape[0], *q.shape[1:]),
         shared,
         cu_seqlens_q=pages.cu_seqlens,
         causal=False,
@@ -110,7 +109,7 @@ def make_cascade(
         impl=impl,
     )
     rest_plan = make_plan(q, rest, cu_seqlens_q=queries.cu_seqlens, tree_mask=tree_mask, impl=impl)
-    return Cascade(pages, levels, queries.cu_seqlens, shared_plan, rest_plan, impl)
+    return Cascade(pages, levels, queries.cu_seqlens, shared_plan, rest_plan)
 
 
 def attend_cascade(
@@ -131,7 +130,7 @@ def attend_cascade(
     shared, rest = _sources(keys, cascade.pages)
     levels, num_tokens = cascade.levels, q.shape[0]
     prefix = attend(
-        q if levels == 1 else q.repeat(levels, 1, 1),
+        q.contiguous() if levels == 1 else q.repeat(levels, 1, 1),
         shared,
         cu_seqlens_q=cascade.pages.cu_seqlens,
         causal=False,

@@ -10,13 +10,14 @@ import torch
 from anabranch.keys.columns import KeyColumns, ListedColumns, last_positions
 from anabranch.keys.dense import DenseKV
 from anabranch.keys.paged import PagedKV
-from anabranch.keys.pair import KeysAndValues, check_index
+from anabranch.keys.pair import check_index
 from anabranch.keys.source import KeyLengths, KeySource
 from anabranch.keys.steps import common_steps, in_steps
 from anabranch.keys.view import KeyLists, KeyView
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 
-BASES: dict[str, type[KeysAndValues]] = {source.kind: source for source in (DenseKV, PagedKV)}
+# Sources that lists can name keys of: those whose view has [pages, keys, heads, dims].
+BASES: dict[str, type[KeySource]] = {source.kind: source for source in (DenseKV, PagedKV)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class SelectedKV(KeySource):
     """
 
     kind: ClassVar[str] = "selected"
-    keys: KeysAndValues
+    keys: KeySource
     indices: torch.Tensor  # int32
     counts: torch.Tensor  # int32
     log_weights: torch.Tensor | None = None  # float32
@@ -201,7 +202,7 @@ class SelectedKV(KeySource):
         heads = None
         if self.indices.dim() == 3:
             heads = rows % self.lists_per_token * self.keys.num_kv_heads // self.lists_per_token
-        return ListedColumns(self.keys.k, self.keys.v, pages, inner, heads)
+        return ListedColumns(view.k.ptr, view.v.ptr, pages, inner, heads)
 
     def column_weights(
         self, seqs: list[int], lens: list[int], k_len: int, starts: torch.Tensor | None

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 
-from anabranch.keys.view import KeyStore
+from anabranch.keys.view import PLAIN, KeyStore
 
 Sides = tuple[int, int, int]  # pages, keys of a page and heads of a store, or steps between them
 
 
 def common_steps(sizes: Sides, k: KeyStore, v: KeyStore) -> Sides:
     """Steps from page to page, key to key and head to head, the same for keys and values."""
+    for name, store in (("k", k), ("v", v)):
+        if store.format != PLAIN:
+            raise ValueError(f"lists need plain keys and values, got {store.format.name} of {name}")
     steps, others = _steps(sizes, k), _steps(sizes, v)
     if steps != others:
         raise ValueError(

@@ -24,8 +24,9 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
     H200, 32/8 heads of 128, us here and in Triton: 8 x 8192 with 32 queries 52 and 70, with 16
     queries 80 and 88; 1 x 32768 with 8 queries (32 rows) 52 and 47.
     """
-    del options
     q, keys = call.queries.packed, call.keys
+    if options.rows_per_seq is not None:
+        return options.rows_per_seq >= MIN_ROWS
     return q.shape[0] * q.shape[1] >= MIN_ROWS * keys.num_kv_heads * max(keys.num_seqs, 1)
 
 
@@ -44,6 +45,8 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"config must be HopperTiles, got {type(options.config).__name__}"
     if not options.fused_merge:
         return "it merges parts without a second launch, got fused_merge=False"
+    if view.lists is not None or view.log_weights is not None:
+        return f"it copies keys in boxes, got lists of up to {keys.capacity} keys"
     page = view.page_size
     if view.page_table is not None and (page < MIN_PAGE or page & (page - 1)):
         return f"pages must hold a power of two of at least {MIN_PAGE} keys, got {page}"
