@@ -7,7 +7,7 @@ merged. Who shares what is found on the device, when the cascade is made.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
 from types import ModuleType
@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 
 from anabranch.attend import attend
+from anabranch.destination import check_destination
 from anabranch.keys import PagedKV
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
+from anabranch.prefix_order import prefix_order
 from anabranch.queries import check_queries, pack_queries
 from anabranch.state import AttentionState
 
@@ -56,6 +58,7 @@ class Cascade:
     cu_seqlens_q: torch.Tensor | None
     shared_plan: Plan
     rest_plan: Plan
+    order: torch.Tensor | None  # int64 [num_seqs], of sequences in the spans; None for the batch's
 
 
 def make_cascade(
@@ -66,16 +69,19 @@ def make_cascade(
     tree_mask: torch.Tensor | None = None,
     levels: int = 2,
     min_saved_keys: int = MIN_SAVED_KEYS,
+    reorder: bool = False,
     impl: str | None = None,
 ) -> Cascade:
     """Find what neighbours in the batch share, once for all layers of a step.
 
     q, cu_seqlens_q  as in attend(), packed; only shapes and lengths matter
     keys             pages whose table lists shared pages for every sequence that uses them.
-                     Sequences that share must stand side by side in the batch
+                     Sequences that share must stand side by side in the batch, or be put there
     levels           how often a prefix may branch: with 2, a prompt of all sequences and below it
                      documents of some of them. What is shared beyond that is read by each
     min_saved_keys   a span is shared if that spares so many reads of a key
+    reorder          bring sequences that share side by side, for one token a sequence; copies the
+                     queries and the result of every layer
 
     Only whole pages before a sequence's queries are shared. Lengths and the table are read on the
     device: made inside a captured graph, a cascade is made anew at each replay.
@@ -88,6 +94,13 @@ def make_cascade(
         raise ValueError(f"q must be packed [num_tokens, num_heads, dim], got {tuple(q.shape)}")
     queries = pack_queries(q, keys, cu_seqlens_q)
     check_queries(q, keys)
+    order = None
+    if reorder:
+        if cu_seqlens_q is not None or tree_mask is not None:
+            raise ValueError("reorder is for one token a sequence, got cu_seqlens_q or tree_mask")
+        order = prefix_order(keys.page_table, (keys.seq_lens - 1).clamp(min=0) // keys.page_size)
+        table, lens = (x.index_select(0, order) for x in (keys.page_table, keys.seq_lens))
+        keys = PagedKV(keys.k, keys.v, table, lens)
     pages = SharedPages(
         *_load_sharer(impl, q.device).share_pages(
             keys.page_table,
@@ -109,7 +122,7 @@ def make_cascade(
         impl=impl,
     )
     rest_plan = make_plan(q, rest, cu_seqlens_q=queries.cu_seqlens, tree_mask=tree_mask, impl=impl)
-    return Cascade(pages, levels, queries.cu_seqlens, shared_plan, rest_plan)
+    return Cascade(pages, levels, queries.cu_seqlens, shared_plan, rest_plan, order)
 
 
 def attend_cascade(
@@ -127,6 +140,8 @@ def attend_cascade(
 
     `cascade` is of this step, for the table and the lengths of `keys`. There is no window.
     """
+    if cascade.order is not None:
+        return _attend_reordered(q, keys, cascade, softcap, scale, sinks, out)
     shared, rest = _sources(keys, cascade.pages)
     levels, num_tokens = cascade.levels, q.shape[0]
     prefix = attend(
@@ -154,6 +169,30 @@ def attend_cascade(
         for level in range(levels)
     )
     return merge(own, *spans, out=own)
+
+
+def _attend_reordered(
+    q: torch.Tensor,
+    keys: PagedKV,
+    cascade: Cascade,
+    softcap: float | None,
+    scale: float | None,
+    sinks: torch.Tensor | None,
+    out: AttentionState | None,
+) -> AttentionState:
+    """Queries in the order of the cascade, and their states back in the order of the batch."""
+    order = cascade.order
+    assert order is not None
+    moved = q.index_select(0, order)
+    in_order = replace(cascade, order=None)
+    state = attend_cascade(moved, keys, in_order, softcap=softcap, scale=scale, sinks=sinks)
+    restored = AttentionState(*(torch.empty_like(x).index_copy_(0, order, x) for x in state))
+    if out is None:
+        return restored
+    check_destination(out, tuple(restored.out.shape), (q.dtype,), q.device)
+    out.out.copy_(restored.out)
+    out.lse.copy_(restored.lse)
+    return out
 
 
 def _sources(keys: PagedKV, pages: SharedPages) -> tuple[PagedKV, PagedKV]:

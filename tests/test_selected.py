@@ -102,7 +102,7 @@ def exact(
 
 
 def check(
-    case: Case, lists: Lists, impl: str, config: AttendConfig | None = None, **options: Any
+    case: Case, lists: Lists, impl: str | None, config: AttendConfig | None = None, **options: Any
 ) -> None:
     q, base, given = make_inputs(replace(case, padding=0), 0)
     selected = make_lists(base, q.shape[1], len(q), lists)
@@ -131,16 +131,18 @@ BASE = Case(q_lens=(1, 1, 1), k_lens=(70, 33, 5), dims=(16, 16), group=2)
 
 
 @every_producer
-@pytest.mark.parametrize("per_token", ["head", "kv head", "all"])
 @pytest.mark.parametrize(
-    ("source", "page_size"),
+    ("source", "page_size", "per_token"),
     [
-        ("dense", 1),
-        ("paged", 1),
-        ("paged", 3),
-        ("paged", 16),
-        ("paged by heads", 3),
-        ("paged k|v", 16),
+        ("dense", 1, "head"),
+        ("dense", 1, "all"),
+        ("paged", 1, "kv head"),
+        ("paged", 3, "head"),
+        ("paged", 16, "all"),
+        ("paged", 16, "kv head"),
+        ("paged by heads", 3, "head"),
+        ("paged by heads", 16, "all"),
+        ("paged k|v", 16, "head"),
     ],
 )
 def test_lists(source: str, page_size: int, per_token: str, impl: str, device: str) -> None:
@@ -320,6 +322,16 @@ def test_bad_calls() -> None:
     refuse("q has 3 tokens, but there are lists of 2", torch.zeros(3, 4, 8))
     refuse("q has 3 heads, not a multiple of 2 lists a token", torch.zeros(2, 3, 8))
     refuse("sinks has num_heads = 3, but q has num_heads = 4", sinks=torch.zeros(3))
+
+
+@GPU
+def test_many_heads_share_a_list() -> None:
+    """Whichever producer prefers so many rows, the one that runs them can read lists."""
+    case = replace(BASE, k_lens=(700, 330, 50), dims=(128, 128), dtype=torch.bfloat16, group=32)
+    case = replace(case, page_size=16, device="cuda")
+    check(case, Lists("all", 300, (300, 0, 17)), None)
+    with pytest.raises(ValueError, match="impl='gluon' cannot run this call"):
+        check(case, Lists("all"), "gluon")
 
 
 @GPU
