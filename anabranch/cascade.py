@@ -100,7 +100,7 @@ def make_cascade(
             raise ValueError("reorder is for one token a sequence, got cu_seqlens_q or tree_mask")
         order = prefix_order(keys.page_table, (keys.seq_lens - 1).clamp(min=0) // keys.page_size)
         table, lens = (x.index_select(0, order) for x in (keys.page_table, keys.seq_lens))
-        keys = PagedKV(keys.k, keys.v, table, lens)
+        keys = replace(keys, page_table=table, seq_lens=lens)
     pages = SharedPages(
         *_load_sharer(impl, q.device).share_pages(
             keys.page_table,
@@ -197,8 +197,8 @@ def _attend_reordered(
 
 def _sources(keys: PagedKV, pages: SharedPages) -> tuple[PagedKV, PagedKV]:
     return (
-        PagedKV(keys.k, keys.v, pages.page_table, pages.seq_lens),
-        PagedKV(keys.k, keys.v, pages.rest_table, pages.rest_lens),
+        replace(keys, page_table=pages.page_table, seq_lens=pages.seq_lens),
+        replace(keys, page_table=pages.rest_table, seq_lens=pages.rest_lens),
     )
 
 

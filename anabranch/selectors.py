@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.keys import DenseKV, PagedKV, SelectedKV
+from anabranch.keys import PLAIN, DenseKV, PagedKV, SelectedKV
 from anabranch.shapes import Sizes, check_dtype
 
 BY = ("head", "kv head", "all")  # who shares a list
@@ -52,6 +52,7 @@ def select_top_keys(
     Every key is read, so this is what other selectors are measured by, not a way to be fast.
     """
     _check(q, keys, by, "count", count)
+    _check_plain(keys)
     k = _every_key(keys)
     grouped = _by_kv_head(q, keys)
     scores = torch.einsum("shgd,skhd->shgk", grouped, k.float())
@@ -70,6 +71,7 @@ def bound_pages(keys: PagedKV) -> PageBounds:
 
     Pages of nobody have bounds of -inf and inf the wrong way round, which score nothing.
     """
+    _check_plain(keys)
     held = _keys_of_pages(keys)[:, None, None, None]
     used = torch.arange(keys.page_size, device=keys.device)[:, None, None] < held
     low = keys.k.masked_fill(~used, torch.inf).amin(1)
@@ -141,6 +143,11 @@ def _check(q: torch.Tensor, keys: DenseKV | PagedKV, by: str, name: str, count: 
         raise ValueError(f"by must be one of {', '.join(BY)}, got {by!r}")
     if count < 1:
         raise ValueError(f"{name} must be at least 1, got {count}")
+
+
+def _check_plain(keys: DenseKV | PagedKV) -> None:
+    if keys.view().k.format != PLAIN:
+        raise ValueError(f"scores need plain keys, got the format {keys.view().k.format.name}")
 
 
 def _lengths(keys: DenseKV | PagedKV) -> torch.Tensor:
