@@ -206,6 +206,11 @@ def cascade(case: str, table: torch.Tensor, length: int) -> list[Row]:
         assert_close(attend_cascade(q, keys, made).out, flat)
         name = f"cascade of {levels}"
         calls[name] = [lambda made=made: attend_cascade(q, keys, made)] * 3
+        if levels == 1:
+            other = make_cascade(q, keys, levels=1, impl="triton")
+            calls["cascade of 1, Triton alone"] = [
+                lambda other=other: attend_cascade(q, keys, other)
+            ] * 3
         if levels == 2:
             calls["make_cascade of 2, once a step"] = [lambda: make_cascade(q, keys, levels=2)] * 3
     return measure(case, calls)
