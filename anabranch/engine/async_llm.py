@@ -13,7 +13,7 @@ from anabranch.engine.engine import Engine
 from anabranch.engine.outputs import RequestOutput
 from anabranch.engine.prompts import Prompt
 from anabranch.engine.request import Request
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
 
 Outcome = RequestOutput | Exception
 

@@ -11,9 +11,9 @@ from anabranch.engine.engine import Engine
 from anabranch.engine.outputs import RequestOutput
 from anabranch.engine.prompts import Prompt, check_unicode
 from anabranch.engine.request import Request
-from anabranch.engine.runner import Progress
-from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.stats import EngineStats
+from anabranch.runner.model_runner import Progress
+from anabranch.sampling.params import SamplingParams
 
 Advance = Callable[[int], None]  # output tokens so far
 

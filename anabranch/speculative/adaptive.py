@@ -150,9 +150,9 @@ class AdaptiveDrafts:
         """
         self._situation(batch, with_prompts).observe(num_drafts, ms)
 
-    def count(self, asked: int, accepted: int) -> None:
+    def count(self, wanted: int, accepted: int) -> None:
         """A sequence was asked for drafts; one that was not made is one not accepted."""
-        for position in range(min(accepted + 1, asked)):
+        for position in range(min(accepted + 1, wanted)):
             self._accepted[position].add(float(position < accepted))
 
     def expected_tokens(self, num_drafts: int) -> float:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.engine.fixed_arrays import FixedArrays
-from anabranch.engine.inputs import aligned
-from anabranch.engine.scheduler import Scheduled
-from anabranch.engine.step import Group, Step
+from anabranch.runner.fixed_arrays import FixedArrays
+from anabranch.runner.step import Group, Step
+from anabranch.runner.step_inputs import aligned
+from anabranch.sequences.scheduled import Scheduled
 
 CATCH_UP = 2  # tokens the draft model has not computed after all drafts were accepted
 

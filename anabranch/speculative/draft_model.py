@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from anabranch.engine.scheduler import Scheduled
+from anabranch.sequences.scheduled import Scheduled
 from anabranch.speculative.draft_chain import DraftChain
 from anabranch.speculative.draft_inputs import CATCH_UP
 
 if TYPE_CHECKING:
-    from anabranch.engine.sequence import Sequence
-    from anabranch.engine.stage_clock import StageClock
+    from anabranch.runner.stage_clock import StageClock
+    from anabranch.sequences.sequence import Sequence
 
 
 class DraftProposer:

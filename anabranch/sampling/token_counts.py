@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.engine.sample_transfer import upload
+from anabranch.sampling.transfer import upload
 
 
 class TokenCounts:

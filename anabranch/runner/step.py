@@ -9,9 +9,9 @@ import torch
 
 from anabranch.append import append_kv
 from anabranch.attend import attend
-from anabranch.cache.kv_cache import LayerCache
 from anabranch.keys import KeySource, RaggedKV
 from anabranch.plan import Plan, make_plan
+from anabranch.runner.kv_cache import LayerCache
 
 
 class Group(NamedTuple):

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from anabranch.attend import attend
-from anabranch.cache.kv_cache import LayerCache, LayerShape
-from anabranch.engine.step import Step
 from anabranch.keys import DenseKV
+from anabranch.runner.kv_cache import LayerCache, LayerShape
+from anabranch.runner.step import Step
 
 NAME = "anabranch_engine"
 KINDS = ("full_attention", "sliding_attention")  # of layers that keep keys and values only

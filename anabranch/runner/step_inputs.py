@@ -6,9 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.engine.fixed_arrays import FixedArrays
-from anabranch.engine.layout import Layout
-from anabranch.engine.step import Group, Step
+from anabranch.runner.fixed_arrays import FixedArrays
+from anabranch.runner.step import Group, Step
+from anabranch.runner.step_layout import StepLayout
 
 INT32 = ("cu_seqlens", "cu_long", "seq_lens", "long_lens")
 ALIGNED = 4  # every row of the page table begins at 16 bytes: kernels are compiled for that
@@ -46,7 +46,7 @@ class StepInputs:
         pages = {"pages": (torch.int32, (max_num_seqs, aligned(max_num_pages)))}
         self._arrays = FixedArrays(fields | pages, device)
 
-    def load(self, layout: Layout, num_tokens: int, num_seqs: int) -> None:
+    def load(self, layout: StepLayout, num_tokens: int, num_seqs: int) -> None:
         """Copy a layout to the device, followed by inert tokens and sequences up to these sizes."""
         arrays = self._arrays.write()
         _fill(arrays["ids"], layout.ids, 0, num_tokens)
@@ -112,7 +112,7 @@ def _fill(target: NDArray[np.integer], values: NDArray[np.int64], rest: int, siz
 
 
 def _fill_bounds(
-    target: NDArray[np.integer], layout: Layout, num_tokens: int, num_seqs: int
+    target: NDArray[np.integer], layout: StepLayout, num_tokens: int, num_seqs: int
 ) -> None:
     target[: layout.num_seqs + 1] = layout.cu_seqlens
     missing = num_seqs - layout.num_seqs

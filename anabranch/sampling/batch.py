@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from anabranch.engine.sample_transfer import Array
+from anabranch.sampling.transfer import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

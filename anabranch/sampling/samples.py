@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from anabranch.engine.logprobs import Logprobs
-from anabranch.engine.sample_transfer import Array, Download, download
+from anabranch.sampling.logprobs import Logprobs
+from anabranch.sampling.transfer import Array, Download, download
 
 
 @dataclass(frozen=True, slots=True)

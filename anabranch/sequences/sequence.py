@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from anabranch.cache.sequence_pages import SequencePages
-from anabranch.engine.outputs import TokenLogprobs
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.token_logprobs import TokenLogprobs
+from anabranch.sequences.sequence_pages import SequencePages
 
 
 class Origin(IntEnum):
