@@ -6,8 +6,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from anabranch.runner.entry import Entry
 from anabranch.runner.fixed_arrays import FixedArrays
-from anabranch.runner.step import Group, Step
+from anabranch.runner.step import Step
 from anabranch.runner.step_layout import StepLayout
 
 INT32 = ("cu_seqlens", "cu_long", "seq_lens", "long_lens")
@@ -93,8 +94,8 @@ class StepInputs:
         if short is not None:
             bounds.insert(1, short[0])
             starts.insert(1, short[1])
-        groups = [
-            Group(
+        entries = [
+            Entry(
                 slice(bounds[i], bounds[i + 1]),
                 views["cu_long" if i else "cu_seqlens"][: starts[i + 1] - starts[i] + 1],
                 views["long_lens" if i else "seq_lens"][: starts[i + 1] - starts[i]],
@@ -103,7 +104,7 @@ class StepInputs:
             )
             for i in range(len(bounds) - 1)
         ]
-        return Step(groups, views["slots"][:num_tokens])
+        return Step(entries, views["slots"][:num_tokens])
 
 
 def _fill(target: NDArray[np.integer], values: NDArray[np.int64], rest: int, size: int) -> None:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import torch
 
+from anabranch.runner.entry import Entry
 from anabranch.runner.fixed_arrays import FixedArrays
-from anabranch.runner.step import Group, Step
+from anabranch.runner.step import Step
 from anabranch.runner.step_inputs import aligned
 from anabranch.sequences.scheduled import Scheduled
 
@@ -113,4 +114,4 @@ class DraftInputs:
     def _step(self, batch: int, q_len: int, ends: torch.Tensor, slots: torch.Tensor) -> Step:
         pages = self._arrays.tensors["pages"][:batch, : self._num_pages]
         starts = self._starts[q_len][: batch + 1]
-        return Step([Group(slice(0, batch * q_len), starts, ends[:batch], pages)], slots)
+        return Step([Entry(slice(0, batch * q_len), starts, ends[:batch], pages)], slots)
