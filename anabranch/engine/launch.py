@@ -23,7 +23,7 @@ from anabranch.speculative.proposer import Proposer
 
 
 class DraftChoice(NamedTuple):
-    """What was wanted of a step before it was scheduled."""
+    """How many drafts a step was to have, decided before it was scheduled, and why."""
 
     at: float  # seconds of time.perf_counter
     batch: int  # sequences that were running
@@ -96,7 +96,7 @@ class Launcher:
         return Launched(number, choice, step, samples, clock, graphed, prompts)
 
     def own_row(self, seq: Sequence) -> None:
-        """Tell the sampler about a sequence that has a new row."""
+        """Register a sequence that has a new row with the sampler."""
         assert seq.row is not None
         if self._owners.get(seq.row) is seq:
             return
@@ -140,7 +140,7 @@ class Launcher:
     def _prompt_rows(
         self, step: list[Scheduled], logits: StepLogits
     ) -> tuple[torch.Tensor, dict[Scheduled, PendingPrompt]]:
-        """Set apart the logits that are only wanted for a prompt's own tokens."""
+        """Separate the logits that serve a prompt's own logprobs from those to sample."""
         prompts: dict[Scheduled, PendingPrompt] = {}
         if logits.every is not None:
             return logits.rows, prompts

@@ -35,7 +35,7 @@ class Limits:
 
     @property
     def table_width(self) -> int:
-        """Pages of a sequence, with drafts behind its last token."""
+        """Pages of a sequence, with drafts after its last token."""
         return -(-(self.max_model_len + self.max_drafts) // self.page_size)
 
 

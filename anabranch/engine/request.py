@@ -1,4 +1,4 @@
-"""A request: one prompt, n continuations, and what has been said of them so far."""
+"""A request: one prompt, n continuations, and their progress."""
 
 from __future__ import annotations
 

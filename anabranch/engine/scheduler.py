@@ -1,8 +1,8 @@
 """Which tokens of which sequences run in the next step.
 
 The oldest come first. A sequence runs what it has not computed: a prompt in chunks, then a token
-at a time, with drafts behind it. When pages run out, the youngest gives its pages up and computes
-them again later.
+at a time, followed by drafts. When pages run out, the youngest sequence releases its own and is
+computed again later.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokens become text as they come, and stop strings end it."""
+"""The text of tokens as they arrive, ended by stop strings."""
 
 from __future__ import annotations
 

@@ -54,7 +54,9 @@ class StepInputs:
         _fill(arrays["sources"], layout.sources, -1, num_tokens)
         _fill(arrays["positions"], layout.positions, 0, num_tokens)
         _fill(arrays["slots"], layout.slots, -1, num_tokens)
-        _fill(arrays["logit_rows"], layout.logit_rows, 0, 1)  # a graph reads one where none is
+        _fill(
+            arrays["logit_rows"], layout.logit_rows, 0, 1
+        )  # a graph always reads at least one row
         _fill(arrays["seq_lens"], layout.seq_lens, 0, num_seqs)
         _fill_bounds(arrays["cu_seqlens"], layout, num_tokens, num_seqs)
         long = layout.cu_seqlens[layout.num_short :]
@@ -85,9 +87,9 @@ class StepInputs:
         *,
         is_fresh: bool = False,
     ) -> Step:
-        """What attention reads; `short` are tokens and sequences to be attended to apart.
+        """What attention reads; `short` tokens and sequences in front get an entry of their own.
 
-        The sequences behind them are fresh if all of their keys are new.
+        With `is_fresh`, all keys of the last entry's sequences are new.
         """
         views = self._arrays.tensors
         bounds, starts = [0, num_tokens], [0, num_seqs]

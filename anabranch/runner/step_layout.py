@@ -80,7 +80,7 @@ def lay_out(
         _fill_ids(run, ids[start:stop], sources[start:stop], table_width)
         place = np.arange(run.start, run.start + run.num_tokens)
         last = run.start + run.num_tokens - run.num_padding - 1
-        positions[start:stop] = np.minimum(place, last)  # padding may lie behind the context
+        positions[start:stop] = np.minimum(place, last)  # padding may lie after the context
         slots[start:stop] = _slots(run, place, page_size)
         rows.append(_logit_rows(run, start, every_row))
     cu_seqlens, seq_lens, pages = _sequences(step, bounds, scorer)

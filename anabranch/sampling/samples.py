@@ -1,4 +1,4 @@
-"""What sampling gives: tokens on the device, and the same on the host a copy later."""
+"""The results of sampling, on the device and, after a copy, on the host."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class PendingSamples:
     _download: Download
 
     def wait(self) -> HostSamples:
-        """Waits for the copy alone, not for work that was launched behind it."""
+        """Waits for the copy alone, not for work that was launched after it."""
         arrays = self._download.wait()
         num_accepted: list[int] = arrays.pop("num_accepted").tolist()
         rows: list[list[int]] = arrays.pop("tokens").tolist()

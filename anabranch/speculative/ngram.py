@@ -40,7 +40,7 @@ class NgramIndex:
 
 
 def _continue(tokens: Seq[int], place: int, num_drafts: int) -> list[int]:
-    """The tokens from `place` on; where they run out they are read again: a loop goes on."""
+    """The tokens from `place` on; wraps around, to continue a repetition."""
     period = len(tokens) - place
     return [tokens[place + step % period] for step in range(num_drafts)]
 
