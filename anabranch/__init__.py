@@ -22,7 +22,7 @@ from anabranch.tree import DraftTree, make_draft_tree
 
 if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
-    from anabranch.engine.sampling_params import SamplingParams
+    from anabranch.sampling.params import SamplingParams
 
 __all__ = [
     "LLM",
@@ -51,11 +51,11 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_ENGINE = {"LLM": "llm", "SamplingParams": "sampling_params"}  # needs anabranch[engine]
+_ENGINE = {"LLM": "engine.llm", "SamplingParams": "sampling.params"}  # needs anabranch[engine]
 
 
 def __getattr__(name: str) -> Any:
     """The engine's names are imported when asked for: attention alone needs no transformers."""
     if name not in _ENGINE:
         raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
-    return getattr(import_module(f"anabranch.engine.{_ENGINE[name]}"), name)
+    return getattr(import_module(f"anabranch.{_ENGINE[name]}"), name)

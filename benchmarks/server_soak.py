@@ -46,7 +46,7 @@ SERVE = """
 import sys
 from anabranch.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.server.command import serve
-from anabranch.server.limits import ServerLimits
+from anabranch.server.server_limits import ServerLimits
 config = EngineConfig(
     model=sys.argv[1], device="cpu", max_num_seqs=8, kv_cache_gib=0.05,
     speculative=SpeculativeConfig(),

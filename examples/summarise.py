@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from anabranch import LLM, SamplingParams
-from anabranch.cli.answer import print_answer
+from anabranch.cli.printed_answer import print_answer
 from anabranch.cli.progress import progress_bars, quiet_transformers
 from anabranch.cli.step_times import record_steps
 from anabranch.cli.summary import print_summary, summary_of

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from anabranch.engine.logits import clean_scores, first_argmax
-from anabranch.engine.sample_batch import SampleBatch
-from anabranch.engine.sample_step import SampleStep
-from anabranch.engine.sampler import Sampler
+from anabranch.sampling.batch import SampleBatch
+from anabranch.sampling.logits import clean_scores, first_argmax
+from anabranch.sampling.sample_step import SampleStep
+from anabranch.sampling.sampler import Sampler
 
 
 def propose(sampler: Sampler, logits: Tensor, batch: SampleBatch) -> Tensor:

@@ -19,8 +19,8 @@ from tokenizer_families import SPECIAL, tokenizer_of
 from anabranch.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.server.app import make_app
 from anabranch.server.http_server import HttpServer
-from anabranch.server.limits import ServerLimits
 from anabranch.server.served_engine import ServedEngine
+from anabranch.server.server_limits import ServerLimits
 from anabranch.server.service import Service, make_service
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engines' processes: tests share the cores

@@ -18,7 +18,7 @@ from anabranch.engine.async_llm import AsyncLLM, EngineDead
 from anabranch.engine.llm import LLM
 from anabranch.engine.outputs import RequestOutput
 from anabranch.engine.request import Request
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
 
 PROMPTS = random_prompts()
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)

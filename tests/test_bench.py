@@ -15,17 +15,17 @@ from headlines import headline_section
 from typer.testing import CliRunner
 
 from anabranch import reference
-from anabranch.bench import runner
+from anabranch.bench import case_runner as runner
 from anabranch.bench.cases import BENCHES, AttendCase, Case, MergeCase, unite
 from anabranch.bench.ceilings import Ceilings
-from anabranch.bench.exact import Answer, expected_of
+from anabranch.bench.exact import CallResult, expected_of
 from anabranch.bench.grids import MODELS, cases_of, decode_cases, merge_cases
 from anabranch.bench.implementations import Implementation, Prepared, UnavailableError
 from anabranch.bench.inputs import AttendInputs, MergeInputs, make_inputs
 from anabranch.bench.results import Header, Results, Row, blank_row, with_ratios
 from anabranch.bench.table import make_table, print_table
 from anabranch.bench.timing import Timing
-from anabranch.cli.app import app
+from anabranch.cli.command_group import app
 from anabranch.state import AttentionState, merge_stacked
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -123,7 +123,9 @@ def _merge_with(
         )
         return AttentionState(merged.out + change.out, merged.lse + change.lse)
 
-    return Prepared([partial(call, a, b) for a, b in inputs.pairs], lambda s: Answer(s.out, s.lse))
+    return Prepared(
+        [partial(call, a, b) for a, b in inputs.pairs], lambda s: CallResult(s.out, s.lse)
+    )
 
 
 def _missing(inputs: MergeInputs) -> Prepared:

@@ -29,7 +29,7 @@ from anabranch.bench.engine.throughput import run_throughput, throughput_row, th
 from anabranch.bench.engine.transformers_peer import TransformersPeer
 from anabranch.bench.engine.workload import random_prompts, random_workload
 from anabranch.bench.results import Header, RunResults
-from anabranch.cli.app import app
+from anabranch.cli.command_group import app
 from anabranch.cli.profile import place_stages
 from anabranch.cli.step_times import RecordedStats, StepTimes
 

@@ -20,17 +20,17 @@ from anabranch.bench.results import Header, RunResults
 from anabranch.bench.serve import draft_counts, serve_bench
 from anabranch.bench.serve.draft_counts import parse_counts, speculation_between
 from anabranch.bench.serve.endpoint import Endpoint
-from anabranch.bench.serve.launch import LaunchedServer, serve_arguments
-from anabranch.bench.serve.load import LoadRun, arrival_times, summarise
 from anabranch.bench.serve.load_options import Load, LoadOptions
 from anabranch.bench.serve.load_plot import draw_loads
 from anabranch.bench.serve.request_bodies import read_prompts
+from anabranch.bench.serve.request_load import LoadRun, arrival_times, summarise
 from anabranch.bench.serve.result_block import print_results, result_block, side_by_side
 from anabranch.bench.serve.serve_bench import run_serve
+from anabranch.bench.serve.server_process import LaunchedServer, serve_arguments
 from anabranch.bench.serve.soak import run_soak, soak_table
 from anabranch.bench.serve.soak_options import SoakOptions
 from anabranch.bench.serve.streamed_request import Failure, Outcome, send_request
-from anabranch.cli.app import app
+from anabranch.cli.command_group import app
 
 
 @pytest.fixture(autouse=True)

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from anabranch.cache.kv_cache import LayerShape, allocate_layers, page_bytes
-from anabranch.cache.page_pool import PagePool
-from anabranch.cache.sequence_pages import SequencePages, page_digest
+from anabranch.runner.kv_cache import LayerShape, allocate_layers, page_bytes
+from anabranch.sequences.page_pool import PagePool
+from anabranch.sequences.sequence_pages import SequencePages, page_digest
 
 NUM_PAGES, PAGE = 5, 4
 DIGESTS = st.integers(0, 7).map(lambda n: bytes([n]))

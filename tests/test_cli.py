@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from anabranch.bench.attention_options import AttentionOptions
 from anabranch.bench.commands import ATTENTION, BENCHES
 from anabranch.bench.serve.load_options import LoadOptions
-from anabranch.cli.app import app
+from anabranch.cli.command_group import app
 from anabranch.cli.engine_options import ServingOptions
 from anabranch.cli.generate import GenerateOptions
 from anabranch.cli.options import Option, add_command, new_app, options_of
@@ -152,7 +152,7 @@ def test_version() -> None:
 HELP_SCRIPT = """
 import sys
 from typer.testing import CliRunner
-from anabranch.cli.app import app
+from anabranch.cli.command_group import app
 for words in ([], ["generate"], ["serve"], ["bench"], ["bench", "latency"], ["bench", "serve"],
               ["bench", "decode"]):
     done = CliRunner().invoke(app, [*words, "--help"])
@@ -171,7 +171,7 @@ def test_help_imports_nothing_heavy() -> None:
 
 def test_generate_and_serve_import_no_benchmark() -> None:
     script = (
-        "import sys, anabranch.cli.generate, anabranch.cli.serve, anabranch.cli.answer, "
+        "import sys, anabranch.cli.generate, anabranch.cli.serve, anabranch.cli.printed_answer, "
         "anabranch.cli.profile, anabranch.cli.summary\n"
         "print([name for name in sys.modules if name.startswith('anabranch.bench')])"
     )
@@ -364,7 +364,7 @@ def test_the_command_line_needs_no_engine() -> None:
     code = (
         "import sys\n"
         "for name in ('transformers', 'tokenizers', 'safetensors'): sys.modules[name] = None\n"
-        "import anabranch.cli.app, anabranch.bench.commands, anabranch.bench.runner"
+        "import anabranch.cli.command_group, anabranch.bench.commands, anabranch.bench.case_runner"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -24,13 +24,13 @@ from tiny_models import (
     tiny,
 )
 
-from anabranch.engine.fixed_arrays import ALIGNMENT, FixedArrays
 from anabranch.engine.llm import LLM
-from anabranch.engine.sample_batch import SampleBatch
-from anabranch.engine.sampler import Sampler
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.sampling_rows import SamplingRows
-from anabranch.engine.scheduler import Scheduled
+from anabranch.runner.fixed_arrays import ALIGNMENT, FixedArrays
+from anabranch.sampling.batch import SampleBatch
+from anabranch.sampling.parameter_rows import SamplingRows
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.sampler import Sampler
+from anabranch.sequences.scheduled import Scheduled
 from anabranch.speculative.draft_chain import ChainKey, DraftChain, chain_keys
 from anabranch.speculative.draft_draws import DraftDraws, Kind
 

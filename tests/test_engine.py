@@ -35,9 +35,9 @@ from anabranch.engine import arrivals as arrivals_module
 from anabranch.engine import launch as launch_module
 from anabranch.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.engine.llm import LLM
-from anabranch.engine.logprobs import prompt_logprobs
-from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.text_stream import TextStream
+from anabranch.sampling.logprobs import prompt_logprobs
+from anabranch.sampling.params import SamplingParams
 
 NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
 DRAFT = {"method": "draft", "model": blurred_source(), "adaptive": False}
@@ -686,11 +686,11 @@ def test_a_failing_text_ends_its_request(
     assert failed.outputs[0].token_ids == expected[2][:1]
 
 
-@pytest.mark.parametrize("where", ["_entry", "top_entries"], ids=["output", "prompt"])
+@pytest.mark.parametrize("where", ["sampled_entry", "top_entries"], ids=["output", "prompt"])
 def test_failing_logprobs_end_their_request(
     served: LLM, where: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module: Any = arrivals_module if where == "_entry" else launch_module
+    module: Any = arrivals_module if where == "sampled_entry" else launch_module
     make, land = getattr(module, where), served.engine._land_run
     landing: list[Any] = []
 

@@ -35,12 +35,12 @@ from tiny_models import (
 )
 
 from anabranch.engine import launch as launch_module
-from anabranch.engine import sample_output
-from anabranch.engine.graphs import GraphKey, Graphs, graph_batches
 from anabranch.engine.llm import LLM
-from anabranch.engine.runner import Runner
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.scheduler import Scheduled
+from anabranch.runner.graphs import GraphKey, Graphs, graph_batches
+from anabranch.runner.model_runner import ModelRunner
+from anabranch.sampling import samples as sample_output
+from anabranch.sampling.params import SamplingParams
+from anabranch.sequences.scheduled import Scheduled
 from anabranch.speculative.draft_chain import chain_keys
 
 pytestmark = pytest.mark.gpu
@@ -78,12 +78,12 @@ def build(max_model_len: int, dtype: str) -> LLM:
     )
 
 
-def runner_of(llm: LLM) -> Runner:
+def runner_of(llm: LLM) -> ModelRunner:
     return llm.engine._launcher._built.runner
 
 
 @contextmanager
-def graphs(runner: Runner, other: Graphs) -> Iterator[None]:
+def graphs(runner: ModelRunner, other: Graphs) -> Iterator[None]:
     """Run with other graphs than were captured."""
     captured, runner.graphs = runner.graphs, other
     try:

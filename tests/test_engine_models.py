@@ -13,8 +13,8 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import SHAPE, VOCAB, as_on_gpu, assert_idle, eager_logprobs, random_prompts  # noqa: E402
 
 from anabranch.engine.llm import LLM  # noqa: E402
-from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
 from anabranch.models import load_model  # noqa: E402
+from anabranch.sampling.params import SamplingParams  # noqa: E402
 
 WINDOW = 9  # shorter than most prompts and than a page
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}

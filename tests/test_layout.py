@@ -20,27 +20,21 @@ LAYERS = [
     {"keys", "device", "destination"},
     {"rules", "queries", "call"},
     {"kernels"},
-    {
-        "merge",
-        "producers",
-        "plan",
-        "attend",
-        "append",
-        "linear",
-        "tree",
-        "selectors",
-        "cascade",
-        "prefix_order",
-    },
+    {"merge", "producers", "plan", "attend", "append"},
+    {"tree", "selectors", "cascade", "prefix_order"},
     {""},  # the package itself, `from anabranch import merge`
-    {"integrations", "distributed"},
-    {"cache"},
-    {"speculative", "engine", "models"},
+    {"distributed"},
+    {"integrations"},
+    {"models"},
+    {"sampling"},
+    {"sequences"},
+    {"runner"},
+    {"speculative"},
+    {"engine"},
     {"server"},
     {"cli"},
     {"bench"},
 ]
-LAYERS_BELOW = set().union(*LAYERS[:5])  # attention itself
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 RANK["reference"] = RANK["kernels"]  # the oracle reads key sources, but is no part of the library
 READS_REFERENCE = {"bench", "reference"}
@@ -106,6 +100,14 @@ def test_imports_point_down() -> None:
     assert not up
 
 
+def test_no_two_folders_import_each_other() -> None:
+    """Files of one layer have a direction among themselves, too."""
+    edges = {(top(a), top(b)) for a, b in IMPORTS if a and top(a) != top(b)}
+    assert not {pair for pair in edges if pair[::-1] in edges}
+    names = {name for name in RANK if (PACKAGE / name).is_dir() and name}
+    assert not [row for row in LAYERS if len(row & names) > 1], "folders in one layer"
+
+
 def test_only_tests_and_benchmarks_read_the_reference() -> None:
     assert not [a for a, b in IMPORTS if b == "reference" and top(a) not in READS_REFERENCE]
 
@@ -144,7 +146,6 @@ def test_files_are_short() -> None:
         module: count
         for module, path in SOURCES.items()
         if (count := len(path.read_text().splitlines())) > 300
-        and (top(module) in LAYERS_BELOW or top(module) == "")
     }
     assert not long
 
@@ -158,6 +159,38 @@ def test_the_rules_see_the_imports() -> None:
 
 def test_a_file_is_named_for_what_it_holds() -> None:
     assert not {module for module in SOURCES if module.rpartition(".")[2] in NO_NAMES}
+
+
+def repeated(names: list[tuple[str, str]]) -> dict[str, list[str]]:
+    """Where a name occurs that occurs more than once, of pairs of a name and a place."""
+    places: dict[str, list[str]] = {}
+    for name, place in names:
+        places.setdefault(name, []).append(place)
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_a_module_name_is_one_thing() -> None:
+    """Kernels are named for what they implement, the same for every kind of device."""
+    modules = [module for module in SOURCES if top(module) != "kernels" and module]
+    stems = [(module.rpartition(".")[2], module) for module in modules]
+    named = [pair for pair in stems if "__" not in pair[0] and not is_folder(pair[1])]
+    assert not repeated(named)
+    assert ("sampler", "sampling.sampler") in named
+
+
+def is_folder(module: str) -> bool:
+    return SOURCES[module].name == "__init__.py"
+
+
+def test_a_class_name_is_one_thing() -> None:
+    classes = [
+        (node.name, module)
+        for module, path in SOURCES.items()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert not repeated(classes)
+    assert ("Sampler", "sampling.sampler") in classes
 
 
 @pytest.mark.parametrize("module", ["anabranch", "anabranch.integrations"])

@@ -21,7 +21,7 @@ from anabranch.kernels.linear_config import (
     select_linear,
 )
 from anabranch.kernels.triton.linear import linear as launch
-from anabranch.linear import gated_linear, linear
+from anabranch.models.row_linear import gated_linear, linear
 
 HAS_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if HAS_GPU else "cpu"

@@ -12,17 +12,17 @@ import torch
 from drafting import filtered_probs
 from torch import Tensor
 
-from anabranch.engine.logits import _argmax_in_pieces
-from anabranch.engine.logprobs import prompt_logprobs
-from anabranch.engine.sample_batch import SampleBatch
-from anabranch.engine.sample_filters import UNIT, keep_top_p
-from anabranch.engine.sample_output import HostSamples
-from anabranch.engine.sample_random import child_seed, draw, fresh_seed, noise_keys
-from anabranch.engine.sampler import Sampler
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.sampling_rows import SamplingRows
 from anabranch.kernels.cpu import gumbel_argmax as on_cpu
 from anabranch.kernels.triton import gumbel_argmax as in_triton
+from anabranch.sampling.batch import SampleBatch
+from anabranch.sampling.filters import UNIT, keep_top_p
+from anabranch.sampling.logits import _argmax_in_pieces
+from anabranch.sampling.logprobs import prompt_logprobs
+from anabranch.sampling.noise import child_seed, draw, fresh_seed, noise_keys
+from anabranch.sampling.parameter_rows import SamplingRows
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.sampler import Sampler
+from anabranch.sampling.samples import HostSamples
 
 VOCAB = 12
 FILTERS: dict[str, dict[str, Any]] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
 
 REFUSED: dict[str, list[Any]] = {
     "n": [0, -1, 1.0, True, "1", None],

@@ -8,13 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.cache import sequence_pages
-from anabranch.cache.page_pool import PagePool
-from anabranch.cache.sequence_pages import SequencePages, page_digest
-from anabranch.engine.layout import Scorer, lay_out
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.scheduler import Scheduled, Scheduler
-from anabranch.engine.sequence import Sequence
+from anabranch.engine.scheduler import Scheduler
+from anabranch.runner.step_layout import Scorer, lay_out
+from anabranch.sampling.params import SamplingParams
+from anabranch.sequences import sequence_pages
+from anabranch.sequences.page_pool import PagePool
+from anabranch.sequences.scheduled import Scheduled
+from anabranch.sequences.sequence import Sequence
+from anabranch.sequences.sequence_pages import SequencePages, page_digest
 
 PAGE = 4
 

@@ -23,7 +23,7 @@ from server_models import CONTEXT, Server, engine_config, is_idle, running_serve
 
 from anabranch.engine.config import EngineConfig  # noqa: E402
 from anabranch.engine.llm import LLM  # noqa: E402
-from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
+from anabranch.sampling.params import SamplingParams  # noqa: E402
 from anabranch.server.engine_process import EngineProcess  # noqa: E402
 from anabranch.server.errors import RequestBroken  # noqa: E402
 

@@ -34,7 +34,7 @@ from server_models import CONTEXT, Server, engine_config, running_server, talkin
 
 from anabranch.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.engine.config import EngineConfig  # noqa: E402
-from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
+from anabranch.sampling.params import SamplingParams  # noqa: E402
 from anabranch.server import restarting_engine  # noqa: E402
 from anabranch.server.channel import Channel  # noqa: E402
 from anabranch.server.deltas import RequestDelta  # noqa: E402

@@ -9,7 +9,7 @@ for needed in ("fastapi", "httpx", "transformers"):
 
 from fastapi import FastAPI  # noqa: E402
 
-from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
+from anabranch.sampling.params import SamplingParams  # noqa: E402
 from anabranch.server import chat, chat_models, completions, model_endpoints  # noqa: E402
 from anabranch.server.completion_models import CompletionRequest  # noqa: E402
 

@@ -21,7 +21,7 @@ from server_models import Server, engine_config, is_idle, running_server, until 
 
 from anabranch.server.app import make_app  # noqa: E402
 from anabranch.server.engine_process import EngineProcess  # noqa: E402
-from anabranch.server.limits import ServerLimits  # noqa: E402
+from anabranch.server.server_limits import ServerLimits  # noqa: E402
 from anabranch.server.service import Service  # noqa: E402
 
 CONTEXT = 24  # short, so that no answer is long

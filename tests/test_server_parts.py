@@ -20,7 +20,7 @@ from server_models import talking_model, tiny_tokenizer  # noqa: E402
 from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
 from anabranch.engine.llm import LLM  # noqa: E402
-from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
+from anabranch.sampling.params import SamplingParams  # noqa: E402
 from anabranch.server.app import make_app  # noqa: E402
 from anabranch.server.chat import ChatReply  # noqa: E402
 from anabranch.server.chat_models import ChatRequest, Message  # noqa: E402
@@ -41,9 +41,9 @@ from anabranch.server.deltas import (  # noqa: E402
 )
 from anabranch.server.errors import ApiError  # noqa: E402
 from anabranch.server.events import TextEvents, event_of  # noqa: E402
-from anabranch.server.limits import SequenceQuota, ServerLimits  # noqa: E402
 from anabranch.server.messages import Ready  # noqa: E402
 from anabranch.server.served_engine import ServedEngine  # noqa: E402
+from anabranch.server.server_limits import SequenceQuota, ServerLimits  # noqa: E402
 from anabranch.server.service import Service, make_service  # noqa: E402
 from anabranch.server.token_texts import TokenStream, TokenTexts  # noqa: E402
 

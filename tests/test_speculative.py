@@ -12,8 +12,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.engine.stage_clock import StageClock
 from anabranch.engine.stats import SpeculativeStats
+from anabranch.runner.stage_clock import StageClock
 from anabranch.speculative.adaptive import FRESH, RETRY_STEPS, TRIAL_STEPS, AdaptiveDrafts, Times
 from anabranch.speculative.ngram import NgramIndex
 
@@ -35,8 +35,8 @@ from tiny_models import (
 
 from anabranch.engine import engine as engine_module
 from anabranch.engine.llm import LLM
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.sequence import Origin
+from anabranch.sampling.params import SamplingParams
+from anabranch.sequences.sequence import Origin
 
 NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
 SELF = {"method": "draft", "model": source(), "adaptive": False}

@@ -16,11 +16,11 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import as_on_gpu, assert_idle, source, writing_source  # noqa: E402
 from tiny_tokenizers import FAMILIES  # noqa: E402
 
-from anabranch.engine.detokeniser import Detokeniser, token_texts  # noqa: E402
+from anabranch.engine.detokeniser import Detokeniser, token_decoder  # noqa: E402
 from anabranch.engine.llm import LLM  # noqa: E402
-from anabranch.engine.sampling_params import SamplingParams  # noqa: E402
 from anabranch.engine.text_stream import TextStream  # noqa: E402
 from anabranch.models import load_model, smollm2_directory  # noqa: E402
+from anabranch.sampling.params import SamplingParams  # noqa: E402
 
 TEXT = "Ünïcode 🙂🙃 and 12345 – «done».\n\n"
 NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
@@ -36,7 +36,7 @@ def push_all(stream: TextStream, ids: list[int]) -> list[str]:
     shown: list[str] = []
     for token in ids:
         stopped = stream.push(token)
-        shown.append(stream.shown)
+        shown.append(stream.stable_text)
         if stopped:
             break
     return shown
@@ -89,12 +89,12 @@ def test_text_ends_at_the_first_stop_string_and_nothing_shown_is_taken_back(
     ends = [(text.find(each) + len(each), each) for each in stop if each in text]
     if not ends:
         assert stream.text == text and stream.stopped_by is None
-        assert text.startswith(stream.shown)
+        assert text.startswith(stream.stable_text)
         return
     end = min(ends)[0]  # the first to be complete, the longest of those
     begin = min(text.find(each) for place, each in ends if place == end)
     assert stream.stopped_by == text[begin:end]
-    assert stream.text == stream.shown == text[: end if include else begin]
+    assert stream.text == stream.stable_text == text[: end if include else begin]
 
 
 # Tokenizers of all families
@@ -159,7 +159,7 @@ def test_a_byte_may_stop_at_once() -> None:
 @pytest.mark.parametrize("token", ["<0x80>", "<0x41>"])
 def test_long_runs_of_bytes_take_linear_time(token: str) -> None:
     calls = 0
-    texts = token_texts(family("byte-fallback BPE"), True)
+    texts = token_decoder(family("byte-fallback BPE"), True)
 
     def counted_decode(ids: Any) -> str:
         nonlocal calls
@@ -177,7 +177,7 @@ def test_long_runs_of_bytes_take_linear_time(token: str) -> None:
 def test_half_characters_without_end_are_settled() -> None:
     name, halves = "byte-level BPE", ["ð", "Ł", "ð", "Ģ"]
     tokens = ids_of(name, *halves * 50)
-    pieces = Detokeniser(token_texts(family(name), True))
+    pieces = Detokeniser(token_decoder(family(name), True))
     for token in tokens:
         pieces.push(token)
         assert len(pieces._waiting) <= 16

@@ -14,7 +14,7 @@ from transformers.masking_utils import bidirectional_mask_function  # noqa: E402
 
 from anabranch.integrations.transformers import attention as ours  # noqa: E402
 from anabranch.integrations.transformers import register  # noqa: E402
-from anabranch.integrations.transformers.paged import paged_attention  # noqa: E402
+from anabranch.integrations.transformers.paged_attention import paged_attention  # noqa: E402
 from anabranch.integrations.transformers.spans import is_spans, make_mask  # noqa: E402
 
 register()

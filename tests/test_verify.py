@@ -8,11 +8,11 @@ from drafting import propose
 from test_sampler import FILTERS, VOCAB, assert_distributed, batch_of, expected_probs, sampler_of
 from torch import Tensor
 
-from anabranch.engine.sample_batch import SampleBatch
-from anabranch.engine.sampler import Sampler
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.sampling_rows import SamplingRows
-from anabranch.speculative.verify import accept_equal, emit
+from anabranch.sampling.batch import SampleBatch
+from anabranch.sampling.parameter_rows import SamplingRows
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.sampler import Sampler
+from anabranch.sampling.verify import accept_equal, emit
 
 MODES = FILTERS | {"greedy": {"temperature": 0.0}}
 

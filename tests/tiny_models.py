@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from anabranch.engine.graphs import GraphKey, Graphs, PromptKey, graph_batches
 from anabranch.engine.llm import LLM
-from anabranch.engine.sampling_params import SamplingParams
 from anabranch.models import load_model, smollm2_directory
+from anabranch.runner.graphs import GraphKey, Graphs, PromptKey, graph_batches
+from anabranch.sampling.params import SamplingParams
 from anabranch.speculative.adaptive import draft_numbers
 from anabranch.speculative.draft_chain import chain_keys
 

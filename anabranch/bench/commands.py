@@ -50,7 +50,7 @@ BENCHES: dict[str, type[BenchOptions | SoakOptions]] = {
 
 
 def _run_attention(name: str, options: AttentionOptions) -> None:
-    from anabranch.bench.runner import run_and_print
+    from anabranch.bench.case_runner import run_and_print
 
     if not run_and_print(name, options):
         raise typer.Exit(1)

@@ -17,7 +17,7 @@ MAX_ROWS = 1021  # queries of a sequence that are checked; prime, to meet every 
 MAX_SCORES = 1 << 28  # float64 scores held at a time
 
 
-class Answer(NamedTuple):
+class CallResult(NamedTuple):
     """What an implementation returned: [num_tokens, num_heads, head_dim], and lse if it has one."""
 
     out: torch.Tensor
@@ -30,7 +30,7 @@ class Expected(NamedTuple):
     tokens: torch.Tensor
     state: AttentionState
 
-    def complaint(self, answer: Answer) -> str:
+    def complaint(self, answer: CallResult) -> str:
         """Why an answer is wrong, or nothing. Not a number is wrong."""
         shape = answer.out.shape
         if shape[1:] != self.state.out.shape[1:]:
@@ -46,7 +46,7 @@ class Expected(NamedTuple):
                 return f"lse is off by {worst:.2g}, 1e-4 allowed"
         return ""
 
-    def error(self, answer: Answer) -> float:
+    def error(self, answer: CallResult) -> float:
         """The largest distance of a row of `out` from its exact value, relative to its norm."""
         gap = answer.out[self.tokens].double() - self.state.out
         relative = gap.square().sum(-1) / self.state.out.square().sum(-1)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from anabranch.bench.exact import Answer
+from anabranch.bench.exact import CallResult
 
 Call = Callable[[], Any]
 
@@ -21,7 +21,7 @@ class Prepared:
     """An implementation bound to inputs: a call for each rotation, nothing left but to launch."""
 
     calls: Sequence[Call]
-    answer: Callable[[Any], Answer]  # a call's result in this library's convention
+    answer: Callable[[Any], CallResult]  # a call's result in this library's convention
     plan: Call | None = None  # what an engine runs once a step, outside the calls
     context: Callable[[], AbstractContextManager[object]] = nullcontext  # entered around all calls
 

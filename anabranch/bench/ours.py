@@ -6,13 +6,13 @@ from functools import partial
 from typing import Literal
 
 import anabranch as ab
-from anabranch.bench.exact import Answer
+from anabranch.bench.exact import CallResult
 from anabranch.bench.implementations import Implementation, Prepared, UnavailableError, require
 from anabranch.bench.inputs import AttendInputs, MergeInputs
 from anabranch.merge import load_implementation
 from anabranch.state import AttentionState
 
-Layout = Literal["dense", "ragged", "paged"]
+KeyLayout = Literal["dense", "ragged", "paged"]
 
 
 def implementations(bench: str, device: str) -> list[Implementation]:
@@ -36,8 +36,8 @@ def implementations(bench: str, device: str) -> list[Implementation]:
     return found
 
 
-def _answer(state: AttentionState) -> Answer:
-    return Answer(state.out, state.lse)
+def _answer(state: AttentionState) -> CallResult:
+    return CallResult(state.out, state.lse)
 
 
 def _merge(impl: str, inputs: MergeInputs) -> Prepared:
@@ -48,14 +48,14 @@ def _merge(impl: str, inputs: MergeInputs) -> Prepared:
     return Prepared([partial(ab.merge, a, b, impl=impl) for a, b in inputs.pairs], _answer)
 
 
-def _variant(layout: Layout, inputs: AttendInputs, *, batch_invariant: bool = False) -> Prepared:
+def _variant(layout: KeyLayout, inputs: AttendInputs, *, batch_invariant: bool = False) -> Prepared:
     """Another layout or plan; each compiles again for every shape, so not for every shape."""
     compared = set(inputs.case.groups) - {"models", "pages"}
     require(bool(compared), "compared in the other cases only")
     return _attend(layout, inputs, batch_invariant=batch_invariant)
 
 
-def _attend(layout: Layout, inputs: AttendInputs, *, batch_invariant: bool = False) -> Prepared:
+def _attend(layout: KeyLayout, inputs: AttendInputs, *, batch_invariant: bool = False) -> Prepared:
     """With a plan made beforehand on a GPU; the CPU's implementation takes none."""
     keys = {"dense": inputs.dense, "ragged": inputs.ragged, "paged": inputs.paged}[layout]
     attend = partial(

@@ -6,7 +6,7 @@ from __future__ import annotations
 def main() -> None:
     """Entry point of the installed command."""
     try:
-        from anabranch.cli.app import app
+        from anabranch.cli.command_group import app
     except ImportError as missing:
         if missing.name not in ("typer", "rich"):
             raise

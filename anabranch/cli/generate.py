@@ -17,7 +17,7 @@ from anabranch.cli.options import add_command, new_app, option
 if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
     from anabranch.engine.prompts import Prompt
-    from anabranch.engine.sampling_params import SamplingParams
+    from anabranch.sampling.params import SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class GenerateOptions(EngineOptions):
 
     def sampling_params(self) -> SamplingParams:
         """The options that the engine takes by the same name."""
-        from anabranch.engine.sampling_params import SamplingParams
+        from anabranch.sampling.params import SamplingParams
 
         names = {each.name for each in fields(SamplingParams)} & set(vars(self))
         return SamplingParams(**{name: getattr(self, name) for name in names})
@@ -93,7 +93,7 @@ def generate(options: GenerateOptions) -> None:
     """Load the model, answer, and report speeds."""
     from rich.console import Console
 
-    from anabranch.cli.answer import print_answer
+    from anabranch.cli.printed_answer import print_answer
     from anabranch.cli.profile import profiled
     from anabranch.cli.progress import progress_bars, quiet_transformers
     from anabranch.cli.step_times import record_steps

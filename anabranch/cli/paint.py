@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 
 from anabranch.engine.outputs import CompletionOutput
-from anabranch.engine.sequence import Origin
 from anabranch.engine.text_stream import TextStream
+from anabranch.sequences.sequence import Origin
 
 STYLES = {Origin.SAMPLED: None, Origin.ACCEPTED: "green", Origin.CORRECTED: "yellow"}
 LEGEND = "plain: sampled, [green]green: drafted and accepted[/], [yellow]yellow: corrected[/]"

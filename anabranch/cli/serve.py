@@ -59,7 +59,7 @@ def serve(options: ServeCommandOptions) -> None:
     from anabranch.cli.progress import progress_bars, quiet_transformers
     from anabranch.engine.config import EngineConfig, SpeculativeConfig
     from anabranch.server.command import serve as run_server
-    from anabranch.server.limits import ServerLimits
+    from anabranch.server.server_limits import ServerLimits
 
     quiet_transformers()
     key = options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from anabranch.engine.sequence import Origin
+from anabranch.sequences.sequence import Origin
 
 if TYPE_CHECKING:
     from anabranch.cli.step_times import RecordedStats

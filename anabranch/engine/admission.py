@@ -6,15 +6,15 @@ import secrets
 from dataclasses import dataclass
 from typing import Any
 
-from anabranch.cache.page_pool import PagePool
-from anabranch.cache.sequence_pages import SequencePages
 from anabranch.engine.limits import Limits
 from anabranch.engine.prompts import Prompt, encode_prompt
 from anabranch.engine.request import Request
-from anabranch.engine.sample_random import child_seed, fresh_seed
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.sequence import Sequence
 from anabranch.engine.text_stream import TextStream
+from anabranch.sampling.noise import child_seed, fresh_seed
+from anabranch.sampling.params import SamplingParams
+from anabranch.sequences.page_pool import PagePool
+from anabranch.sequences.sequence import Sequence
+from anabranch.sequences.sequence_pages import SequencePages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

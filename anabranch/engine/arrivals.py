@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
-from anabranch.engine.outputs import Logprob, TokenLogprobs
 from anabranch.engine.request import Request
-from anabranch.engine.sample_output import HostLogprobs
-from anabranch.engine.sequence import Origin, Sequence
+from anabranch.sampling.samples import HostLogprobs
+from anabranch.sampling.token_logprobs import sampled_entry
+from anabranch.sequences.sequence import Origin, Sequence
 
 
 def arrive(
@@ -27,7 +26,7 @@ def arrive(
     for place, token in enumerate(tokens):
         wanted = seq.params.logprobs
         if logprobs is not None and wanted is not None:  # first: it may fail
-            seq.logprobs.append(_entry(token, logprobs, place, wanted))
+            seq.logprobs.append(sampled_entry(token, logprobs, place, wanted))
         seq.tokens.append(token)
         seq.steps.append(step)
         accepted = place + 1 < len(tokens)
@@ -58,15 +57,3 @@ def _stops(request: Request, seq: Sequence, token: int) -> bool:
     if seq.finish_reason is None and seq.num_output >= seq.max_tokens:
         seq.finish_reason = "length"
     return seq.finished
-
-
-def _entry(token: int, logprobs: HostLogprobs, place: int, wanted: int) -> TokenLogprobs:
-    entry = top_entries(logprobs.top_ids[place], logprobs.top[place], wanted)
-    entry[token] = Logprob(float(logprobs.chosen[place]), int(logprobs.ranks[place]))
-    return entry
-
-
-def top_entries(ids: Any, values: Any, wanted: int) -> TokenLogprobs:
-    """The likeliest tokens, the first of rank 1."""
-    pairs = zip(ids[:wanted].tolist(), values[:wanted].tolist(), strict=True)
-    return {token: Logprob(value, rank) for rank, (token, value) in enumerate(pairs, 1)}

@@ -13,7 +13,7 @@ from anabranch.engine.engine import Engine
 from anabranch.engine.outputs import RequestOutput
 from anabranch.engine.prompts import Prompt
 from anabranch.engine.request import Request
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
 
 Outcome = RequestOutput | Exception
 
@@ -30,7 +30,7 @@ class _Listener:
     ready: asyncio.Event = field(default_factory=asyncio.Event)
     newest: deque[Outcome] = field(default_factory=lambda: deque[Outcome](maxlen=1))
 
-    def tell(self, outcome: Outcome) -> None:
+    def report(self, outcome: Outcome) -> None:
         """From the engine's thread."""
         self.newest.append(outcome)
         with suppress(RuntimeError):  # the reader's loop is closed
@@ -105,7 +105,7 @@ class AsyncLLM:
         try:
             self.engine.add_request(request_id, prompt, params)
         except Exception as error:  # whatever is wrong with it, the others go on
-            listener.tell(error)
+            listener.report(error)
         else:
             self._listeners[request_id] = listener
 
@@ -118,16 +118,16 @@ class AsyncLLM:
         try:
             while self._wait_for_work():
                 for request in self.engine.step():
-                    self._tell(request)
+                    self._report(request)
         except Exception as error:
             self.error = error
-        with self._wake:  # nothing is added behind this
+        with self._wake:  # no call is added after this
             self.error = self.error or EngineDead("the engine was closed")
             while self._calls:
                 with suppress(Exception):  # of an engine in whatever state it failed
                     self._calls.popleft()()
         for listener in self._listeners.values():
-            listener.tell(EngineDead(f"the engine failed: {self.error!r}"))
+            listener.report(EngineDead(f"the engine failed: {self.error!r}"))
 
     def _wait_for_work(self) -> bool:
         """Run the calls that came in; False when closing."""
@@ -144,14 +144,14 @@ class AsyncLLM:
             if self.engine.has_work:
                 return True
 
-    def _tell(self, request: Request) -> None:
+    def _report(self, request: Request) -> None:
         listener = self._listeners.get(request.request_id)
         if listener is None:
             return
         try:
-            listener.tell(request.output())
+            listener.report(request.output())
         except Exception as error:  # of this request alone
-            listener.tell(error)
+            listener.report(error)
             self.engine.abort(request.request_id)
         if request.finished:
             del self._listeners[request.request_id]

@@ -7,20 +7,20 @@ from typing import Any
 
 import torch
 
-from anabranch.cache.kv_cache import LayerShape, allocate_layers
-from anabranch.engine.attention import NAME, Layers, register
 from anabranch.engine.config import DTYPES, EngineConfig
-from anabranch.engine.graphs import GraphKey, Progress, graph_batches, prompt_sizes
-from anabranch.engine.inputs import StepInputs
-from anabranch.engine.layout import Scorer
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
-from anabranch.engine.runner import Runner
-from anabranch.engine.sample_random import draw
-from anabranch.engine.sampling_rows import SamplingRows
 from anabranch.models import LoadedModel, load_model
 from anabranch.models.gated import gate_joined
 from anabranch.models.join import join_projections
 from anabranch.models.linear import use_row_linear
+from anabranch.runner.graphs import GraphKey, Progress, graph_batches, prompt_sizes
+from anabranch.runner.kv_cache import LayerShape, allocate_layers
+from anabranch.runner.model_attention import NAME, Layers, register
+from anabranch.runner.model_runner import ModelRunner
+from anabranch.runner.step_inputs import StepInputs
+from anabranch.runner.step_layout import Scorer
+from anabranch.sampling.noise import draw
+from anabranch.sampling.parameter_rows import SamplingRows
 from anabranch.speculative.adaptive import draft_numbers
 from anabranch.speculative.draft_chain import DraftChain, chain_keys
 from anabranch.speculative.draft_draws import DraftDraws
@@ -39,7 +39,7 @@ class Built:
     target: LoadedModel
     device: torch.device
     limits: Limits
-    runner: Runner
+    runner: ModelRunner
     draft: DraftChain | None
     rows: SamplingRows  # parameters of the running requests
     unseen: torch.Tensor  # int64 [max_num_seqs, 1 + max_drafts]: tokens the host has not seen
@@ -82,7 +82,11 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
 
 
 def _capture(
-    config: EngineConfig, limits: Limits, runner: Runner, chain: DraftChain | None, say: Progress
+    config: EngineConfig,
+    limits: Limits,
+    runner: ModelRunner,
+    chain: DraftChain | None,
+    say: Progress,
 ) -> None:
     batches = graph_batches(limits.max_num_seqs)
     lengths = {1, 1 + limits.max_drafts}
@@ -155,7 +159,7 @@ def _bind(
     unseen: torch.Tensor,
     scorer: Scorer,
     fused_merge: bool,
-) -> Runner:
+) -> ModelRunner:
     shapes: list[LayerShape] = list(layers.values())
     caches = allocate_layers(shapes, limits.num_pages, limits.page_size, unseen.device)
     width = 1 + limits.max_drafts
@@ -170,10 +174,14 @@ def _bind(
         )
         for num_tokens in (decoding, limits.max_num_tokens + decoding)
     ]
-    return Runner(loaded.model, layers, caches, inputs, unseen, scorer, fused_merge=fused_merge)
+    return ModelRunner(
+        loaded.model, layers, caches, inputs, unseen, scorer, fused_merge=fused_merge
+    )
 
 
-def _chain(runner: Runner, limits: Limits, unseen: torch.Tensor, rows: SamplingRows) -> DraftChain:
+def _chain(
+    runner: ModelRunner, limits: Limits, unseen: torch.Tensor, rows: SamplingRows
+) -> DraftChain:
     inputs = DraftInputs(
         max_num_seqs=limits.max_num_seqs,
         max_num_pages=limits.table_width,

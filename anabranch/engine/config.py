@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from anabranch.engine.layout import Scorer
+from anabranch.runner.step_layout import Scorer
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 METHODS = ("ngram", "draft")

@@ -18,7 +18,7 @@ MOST_PENDING = 16  # tokens that may wait for the end of a character before some
 UTF8_BYTES = 4  # of a character at most, each of which may be a token
 
 
-class TokenTexts(NamedTuple):
+class TokenDecoder(NamedTuple):
     """What a tokenizer does with its tokens."""
 
     decode: Callable[[Sequence[int]], str]
@@ -28,7 +28,7 @@ class TokenTexts(NamedTuple):
 
 
 @lru_cache(maxsize=16)
-def token_texts(tokenizer: Any, skip_special: bool) -> TokenTexts:
+def token_decoder(tokenizer: Any, skip_special: bool) -> TokenDecoder:
     """Of a fast tokenizer of transformers."""
     backend = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder().items()
@@ -48,13 +48,13 @@ def token_texts(tokenizer: Any, skip_special: bool) -> TokenTexts:
     cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
     cleans = cleans and type(backend.model).__name__ != "BPE"
     clean = tokenizer.clean_up_tokenization if cleans else None
-    return TokenTexts(decode, is_text, bytes_of, clean)
+    return TokenDecoder(decode, is_text, bytes_of, clean)
 
 
 class Detokeniser:
     """`text` is final, `pending` what would follow it if no token came any more."""
 
-    def __init__(self, texts: TokenTexts, prompt: Sequence[int] = ()) -> None:
+    def __init__(self, texts: TokenDecoder, prompt: Sequence[int] = ()) -> None:
         self._texts = texts
         self.text = ""
         self._unclean = ""  # final but for cleaning

@@ -10,23 +10,24 @@ from __future__ import annotations
 import logging
 import time
 
-from anabranch.cache.page_pool import PagePool
 from anabranch.engine.admission import Admission
 from anabranch.engine.arrivals import arrive
 from anabranch.engine.build import build, eos_ids, make_proposer, vocab_size
 from anabranch.engine.config import EngineConfig
-from anabranch.engine.launch import Asked, Launched, Launcher
-from anabranch.engine.layout import short_first
+from anabranch.engine.launch import DraftChoice, Launched, Launcher
 from anabranch.engine.limits import SCORED_TOKENS
 from anabranch.engine.prompts import Prompt
 from anabranch.engine.request import Request
-from anabranch.engine.runner import Progress
-from anabranch.engine.sample_output import HostLogprobs
-from anabranch.engine.sampler import Sampler
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.scheduler import Scheduled, Scheduler
-from anabranch.engine.sequence import Sequence
+from anabranch.engine.scheduler import Scheduler
 from anabranch.engine.stats import EngineStats
+from anabranch.runner.model_runner import Progress
+from anabranch.runner.step_layout import short_first
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.sampler import Sampler
+from anabranch.sampling.samples import HostLogprobs
+from anabranch.sequences.page_pool import PagePool
+from anabranch.sequences.scheduled import Scheduled
+from anabranch.sequences.sequence import Sequence
 from anabranch.speculative.adaptive import AdaptiveDrafts
 
 log = logging.getLogger("anabranch")
@@ -127,7 +128,7 @@ class Engine:
         began, batch = time.perf_counter(), len(self.scheduler.running)
         with_prompts = self._expects_prompts()
         num_drafts = self._choose_drafts(with_prompts)
-        asked = Asked(began, batch, num_drafts, with_prompts)
+        choice = DraftChoice(began, batch, num_drafts, with_prompts)
         if self._flying and (num_drafts or self._flying.has_drafts):
             changed += self._land()
         self._draft_on_host(num_drafts)
@@ -135,7 +136,7 @@ class Engine:
         changed += failed
         if self._pads and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)
-        launched = self._launcher.launch(step, self.stats.num_steps, asked) if step else None
+        launched = self._launcher.launch(step, self.stats.num_steps, choice) if step else None
         self.stats.num_steps += launched is not None
         self.stats.num_preemptions = self.scheduler.num_preemptions
         self.stats.num_cached_tokens = self.scheduler.num_cached_tokens
@@ -209,10 +210,13 @@ class Engine:
                 for request in self._fail(run.seq.request_id, error):
                     changed[request.request_id] = request
         if self._proposer is not None and any(run.decoding for run in launched.step):
-            asked = launched.asked
-            began = max(asked.at, self._landed_at)  # what the host did in between counts
+            choice = launched.choice
+            began = max(choice.at, self._landed_at)  # what the host did in between counts
             self.adaptive.observe(
-                asked.batch, asked.num_drafts, 1e3 * (now - began), with_prompts=asked.with_prompts
+                choice.batch,
+                choice.num_drafts,
+                1e3 * (now - began),
+                with_prompts=choice.with_prompts,
             )
         self._landed_at = now
         return list(changed.values())
@@ -232,7 +236,7 @@ class Engine:
         self._land_prompt(run, launched)
         request, accepted = self._requests[seq.request_id], max(len(tokens) - 1, 0)
         if tokens:
-            self._count(run, accepted, launched.asked.num_drafts)
+            self._count(run, accepted, launched.choice.num_drafts)
             seq.num_computed += accepted if seq.row is not None else 0
             self.stats.num_output_tokens += arrive(
                 request,
@@ -264,11 +268,11 @@ class Engine:
             seq.pages.remember(seq.tokens, seq.num_computed)
             seq.pages.mark_drafted(min(seq.num_draft_computed, len(seq.tokens)))
 
-    def _count(self, run: Scheduled, accepted: int, asked: int) -> None:
+    def _count(self, run: Scheduled, accepted: int, num_wanted: int) -> None:
         if run.num_drafts:
             self.stats.speculative.count(run.num_drafts, accepted, self.limits.max_drafts)
         if run.decoding and run.seq.speculates:
-            self.adaptive.count(min(asked, _room(run.seq)), accepted)
+            self.adaptive.count(min(num_wanted, _room(run.seq)), accepted)
 
     def _forget(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)

@@ -8,23 +8,22 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.engine.arrivals import top_entries
 from anabranch.engine.build import Built
-from anabranch.engine.logprobs import prompt_logprobs
-from anabranch.engine.outputs import Logprob, TokenLogprobs
-from anabranch.engine.runner import StepLogits
-from anabranch.engine.sample_batch import SampleBatch
-from anabranch.engine.sample_output import PendingSamples
-from anabranch.engine.sample_transfer import Download, download
-from anabranch.engine.sampler import Sampler
-from anabranch.engine.scheduler import Scheduled
-from anabranch.engine.sequence import Sequence
-from anabranch.engine.stage_clock import StageClock
+from anabranch.runner.model_runner import StepLogits
+from anabranch.runner.stage_clock import StageClock
+from anabranch.sampling.batch import SampleBatch
+from anabranch.sampling.logprobs import prompt_logprobs
+from anabranch.sampling.sampler import Sampler
+from anabranch.sampling.samples import PendingSamples
+from anabranch.sampling.token_logprobs import Logprob, TokenLogprobs, top_entries
+from anabranch.sampling.transfer import Download, download
+from anabranch.sequences.scheduled import Scheduled
+from anabranch.sequences.sequence import Sequence
 from anabranch.speculative.proposer import Proposer
 
 
-class Asked(NamedTuple):
-    """What was wanted of a step before it was scheduled."""
+class DraftChoice(NamedTuple):
+    """How many drafts a step was to have, decided before it was scheduled, and why."""
 
     at: float  # seconds of time.perf_counter
     batch: int  # sequences that were running
@@ -56,7 +55,7 @@ class Launched:
     """A step in flight."""
 
     number: int
-    asked: Asked
+    choice: DraftChoice
     step: list[Scheduled]
     samples: PendingSamples | None
     clock: StageClock
@@ -82,7 +81,7 @@ class Launcher:
         self._owners: dict[int, Sequence] = {}
 
     @torch.inference_mode()
-    def launch(self, step: list[Scheduled], number: int, asked: Asked) -> Launched:
+    def launch(self, step: list[Scheduled], number: int, choice: DraftChoice) -> Launched:
         """Everything of a step up to the copy of its tokens."""
         clock = StageClock(self._built.device)
         drafts = any(run.num_drafts for run in step)
@@ -94,10 +93,10 @@ class Launcher:
             logits = self._only_sampled(step, logits)
         with clock.stage("verification" if drafts else "sampling"):
             samples, prompts = self._sample(step, logits)
-        return Launched(number, asked, step, samples, clock, graphed, prompts)
+        return Launched(number, choice, step, samples, clock, graphed, prompts)
 
     def own_row(self, seq: Sequence) -> None:
-        """Tell the sampler about a sequence that has a new row."""
+        """Register a sequence that has a new row with the sampler."""
         assert seq.row is not None
         if self._owners.get(seq.row) is seq:
             return
@@ -141,7 +140,7 @@ class Launcher:
     def _prompt_rows(
         self, step: list[Scheduled], logits: StepLogits
     ) -> tuple[torch.Tensor, dict[Scheduled, PendingPrompt]]:
-        """Set apart the logits that are only wanted for a prompt's own tokens."""
+        """Separate the logits that serve a prompt's own logprobs from those to sample."""
         prompts: dict[Scheduled, PendingPrompt] = {}
         if logits.every is not None:
             return logits.rows, prompts

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 
-from anabranch.cache.kv_cache import page_bytes
-from anabranch.engine.attention import Layers, find_layers
 from anabranch.engine.config import EngineConfig
-from anabranch.engine.graphs import Progress
 from anabranch.models import LoadedModel
+from anabranch.runner.graphs import Progress
+from anabranch.runner.kv_cache import page_bytes
+from anabranch.runner.model_attention import Layers, find_layers
 
 GIB = 1 << 30
 CPU_CACHE_GIB = 1.0
@@ -35,7 +35,7 @@ class Limits:
 
     @property
     def table_width(self) -> int:
-        """Pages of a sequence, with drafts behind its last token."""
+        """Pages of a sequence, with drafts after its last token."""
         return -(-(self.max_model_len + self.max_drafts) // self.page_size)
 
 

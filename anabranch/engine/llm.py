@@ -11,9 +11,9 @@ from anabranch.engine.engine import Engine
 from anabranch.engine.outputs import RequestOutput
 from anabranch.engine.prompts import Prompt, check_unicode
 from anabranch.engine.request import Request
-from anabranch.engine.runner import Progress
-from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.stats import EngineStats
+from anabranch.runner.model_runner import Progress
+from anabranch.sampling.params import SamplingParams
 
 Advance = Callable[[int], None]  # output tokens so far
 
@@ -69,11 +69,11 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Answer one prompt; an output whenever there is something new."""
         (request,) = self._add([prompt], [params or SamplingParams()])
-        told = 0
+        num_seen = 0
         try:
-            while told < request.num_output or not request.finished:
-                if told < request.num_output:  # by this loop's step or another's
-                    told = request.num_output
+            while num_seen < request.num_output or not request.finished:
+                if num_seen < request.num_output:  # by this loop's step or another's
+                    num_seen = request.num_output
                     yield request.output()
                 else:
                     self.engine.step()

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-
-@dataclass(frozen=True, slots=True)
-class Logprob:
-    """Natural log of a token's probability, and its place among all tokens."""
-
-    logprob: float
-    rank: int
-
-
-TokenLogprobs = dict[int, Logprob]  # the token itself and the likeliest ones, by id
+from anabranch.sampling.token_logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

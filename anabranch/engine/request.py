@@ -1,4 +1,4 @@
-"""A request: one prompt, n continuations, and what has been said of them so far."""
+"""A request: one prompt, n continuations, and their progress."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from anabranch.engine.outputs import (
     CompletionOutput,
     RequestOutput,
     RequestTimes,
-    TokenLogprobs,
 )
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.sequence import Sequence
 from anabranch.engine.text_stream import TextStream
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.token_logprobs import TokenLogprobs
+from anabranch.sequences.sequence import Sequence
 
 
 @dataclass(slots=True, eq=False)
@@ -69,7 +69,7 @@ class Request:
             total = sum(entry[token].logprob for token, entry in pairs)
         return CompletionOutput(
             index=seq.index,
-            text=stream.text if seq.finished else stream.shown,
+            text=stream.text if seq.finished else stream.stable_text,
             token_ids=tokens,
             finish_reason=seq.finish_reason,
             stop_reason=seq.stop_reason,

@@ -12,7 +12,7 @@ class SpeculativeStats:
     num_drafts: int = 0  # verifications of a sequence's drafts
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    num_emitted_tokens: int = 0  # accepted ones and the one behind them
+    num_emitted_tokens: int = 0  # the accepted ones and one more
     num_max_tokens: int = 0  # what would have been emitted had all drafts been right
     drafted_at: list[int] = field(default_factory=list[int])  # by position
     accepted_at: list[int] = field(default_factory=list[int])

@@ -1,18 +1,18 @@
-"""Tokens become text as they come, and stop strings end it."""
+"""The text of tokens as they arrive, ended by stop strings."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from anabranch.engine.detokeniser import Detokeniser, token_texts
+from anabranch.engine.detokeniser import Detokeniser, token_decoder
 
 
 class TextStream:
     """The text of one continuation.
 
     Text may lag behind tokens: some of it depends on the tokens that follow. Text that may turn
-    out to be the beginning of a stop string is held back from `shown` as well.
+    out to be the beginning of a stop string is held back from `stable_text` as well.
     """
 
     def __init__(
@@ -26,7 +26,7 @@ class TextStream:
     ) -> None:
         self._pieces: Detokeniser | None = None
         if tokenizer is not None:
-            self._pieces = Detokeniser(token_texts(tokenizer, skip_special), prompt)
+            self._pieces = Detokeniser(token_decoder(tokenizer, skip_special), prompt)
         self._stop = tuple(stop)
         self._include_stop = include_stop
         self._longest = max(map(len, self._stop), default=0)
@@ -65,7 +65,7 @@ class TextStream:
         return self._pieces.text + self._pieces.pending if self._pieces else ""
 
     @property
-    def shown(self) -> str:
+    def stable_text(self) -> str:
         """The text that no later token can take back."""
         if self._whole is not None or self._pieces is None:
             return self.text

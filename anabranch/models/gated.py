@@ -7,8 +7,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from anabranch.linear import gated_linear
 from anabranch.models.join import JoinedLinears, JoinedPart
+from anabranch.models.row_linear import gated_linear
 
 TOLERANCE = 0.05  # of the largest output; the products of two 16-bit roundings stay far below
 

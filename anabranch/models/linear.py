@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from anabranch.linear import linear
+from anabranch.models.row_linear import linear
 
 MAX_FEW_ROWS = 8
 # Numbers of rows for packed weights, which are faster from the first on: oneDNN makes and keeps

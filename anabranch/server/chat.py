@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from anabranch.engine.outputs import TokenLogprobs
+from anabranch.sampling.token_logprobs import TokenLogprobs
 from anabranch.server.answer import Answer
 from anabranch.server.chat_models import (
     AssistantMessage,

@@ -14,8 +14,8 @@ from anabranch.server.app import make_app
 from anabranch.server.engine_process import Progress
 from anabranch.server.heap import return_large_blocks
 from anabranch.server.http_server import HttpServer
-from anabranch.server.limits import ServerLimits
 from anabranch.server.restarting_engine import RestartingEngine, RestartPolicy
+from anabranch.server.server_limits import ServerLimits
 from anabranch.server.service import make_service
 
 DRAIN_SECONDS = 60

@@ -9,7 +9,7 @@ from typing import Any, cast
 from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
-from anabranch.engine.outputs import TokenLogprobs
+from anabranch.sampling.token_logprobs import TokenLogprobs
 from anabranch.server.answer import Answer
 from anabranch.server.completion_models import (
     Completion,

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from anabranch.engine.outputs import TokenLogprobs
 from anabranch.engine.request import Request
-from anabranch.engine.sequence import Sequence as TokenSequence
+from anabranch.sampling.token_logprobs import TokenLogprobs
+from anabranch.sequences.sequence import Sequence as TokenSequence
 
 
 class ChoiceDelta(NamedTuple):
@@ -108,7 +108,7 @@ class DeltaCursor:
 
     def _choice(self, seq: TokenSequence) -> ChoiceDelta:
         stream = self._request.texts[seq.index]
-        text = stream.text if seq.finished else stream.shown
+        text = stream.text if seq.finished else stream.stable_text
         since, shown = self._tokens[seq.index], self._text[seq.index]
         self._tokens[seq.index], self._text[seq.index] = seq.num_output, len(text)
         return ChoiceDelta(

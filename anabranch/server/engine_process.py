@@ -15,7 +15,7 @@ from typing import Any
 
 from anabranch.engine.async_llm import EngineDead
 from anabranch.engine.config import EngineConfig
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
 from anabranch.server.channel import Channel
 from anabranch.server.delta_listener import DeltaListener
 from anabranch.server.deltas import RequestDelta, unpack

@@ -13,7 +13,7 @@ import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from anabranch.server.errors import ApiError, ServerClosing, as_api_error
-from anabranch.server.limits import ServerLimits
+from anabranch.server.server_limits import ServerLimits
 
 
 class GuardedProtocol(H11Protocol):

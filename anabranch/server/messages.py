@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from anabranch.engine.sampling_params import SamplingParams
 from anabranch.engine.stats import EngineStats
+from anabranch.sampling.params import SamplingParams
 
 
 class Add(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from anabranch.engine.sampling_params import LARGEST_FACTOR, SamplingParams
+from anabranch.sampling.params import LARGEST_FACTOR, SamplingParams
 
 MAX_LOGPROBS = 20
 

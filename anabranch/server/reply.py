@@ -9,8 +9,8 @@ from typing import Literal, Protocol, cast
 
 from pydantic import BaseModel
 
-from anabranch.engine.outputs import TokenLogprobs
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.token_logprobs import TokenLogprobs
 from anabranch.server.deltas import ChoiceDelta, RequestDelta
 from anabranch.server.errors import ApiError
 from anabranch.server.protocol import (

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from anabranch.engine.async_llm import EngineDead
 from anabranch.engine.config import EngineConfig
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
 from anabranch.server.deltas import RequestDelta
 from anabranch.server.engine_process import EngineProcess, Progress
 from anabranch.server.messages import Snapshot

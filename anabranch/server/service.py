@@ -9,11 +9,11 @@ from fastapi import Request
 
 from anabranch.server.encoding_threads import EncodingThreads
 from anabranch.server.errors import ApiError
-from anabranch.server.limits import SequenceQuota, ServerLimits
 from anabranch.server.metrics import Metrics
 from anabranch.server.open_requests import OpenRequests
 from anabranch.server.prompt_encoder import PromptEncoder
 from anabranch.server.served_engine import ServedEngine
+from anabranch.server.server_limits import SequenceQuota, ServerLimits
 from anabranch.server.token_texts import TokenTexts
 
 

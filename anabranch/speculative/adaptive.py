@@ -1,9 +1,9 @@
 """How many drafts pay: expected tokens of a step against its measured time.
 
 Drafts cost time in proposing and scoring them, more so in large batches, and bring tokens only as
-far as they are accepted. Both are measured while running, and now and then tried again. What
-counts is what was asked for: asking costs time even if no drafts come of it, since a step that may
-have drafts waits for the tokens of the one before it.
+far as they are accepted. Both are measured while running, and tried again at intervals. Times
+are kept by the number of drafts requested: a request costs time even if it finds no drafts, since
+a step that may have drafts waits for the tokens of the one before it.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Situation:
     trial: int = 0
     trial_left: int = 0
     chosen: int | None = None
-    before: int | None = None  # drafts asked for in the step before
+    before: int | None = None  # drafts requested in the step before
 
     def observe(self, num_drafts: int, ms: float) -> None:
         """One more step; the first after a change is not like those that follow it."""
@@ -142,7 +142,7 @@ class AdaptiveDrafts:
     def observe(
         self, batch: int, num_drafts: int, ms: float, *, with_prompts: bool = False
     ) -> None:
-        """A step for which `num_drafts` drafts a sequence were asked took this long.
+        """A step for which `num_drafts` drafts a sequence were requested took this long.
 
         The first after a change does not count. A draft model catches up with tokens it was not
         asked about, some RETRY_STEPS of a sequence; and without drafts, only from the second step
@@ -150,9 +150,9 @@ class AdaptiveDrafts:
         """
         self._situation(batch, with_prompts).observe(num_drafts, ms)
 
-    def count(self, asked: int, accepted: int) -> None:
-        """A sequence was asked for drafts; one that was not made is one not accepted."""
-        for position in range(min(accepted + 1, asked)):
+    def count(self, wanted: int, accepted: int) -> None:
+        """Drafts were requested for a sequence; one that was not found counts as rejected."""
+        for position in range(min(accepted + 1, wanted)):
             self._accepted[position].add(float(position < accepted))
 
     def expected_tokens(self, num_drafts: int) -> float:

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anabranch.engine.graphs import Forward, Graphs, Progress
-from anabranch.engine.runner import Runner
-from anabranch.engine.scheduler import Scheduled
+from anabranch.runner.graphs import Forward, Graphs, Progress
+from anabranch.runner.model_runner import ModelRunner
+from anabranch.sequences.scheduled import Scheduled
 from anabranch.speculative.draft_draws import DraftDraws, Kind
 from anabranch.speculative.draft_inputs import DraftInputs
 
@@ -33,7 +33,7 @@ class DraftChain:
 
     def __init__(
         self,
-        runner: Runner,
+        runner: ModelRunner,
         inputs: DraftInputs,
         draws: DraftDraws,
         unseen: torch.Tensor,  # int64 [max_num_seqs, 1 + max_drafts]

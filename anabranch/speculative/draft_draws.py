@@ -14,12 +14,12 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from anabranch.engine.fixed_arrays import FixedArrays
-from anabranch.engine.logits import clean_scores, first_argmax, log_weights
-from anabranch.engine.sample_filters import apply_filters, top_k_bounds
-from anabranch.engine.sample_random import draw, noise_keys
-from anabranch.engine.sampling_rows import SamplingRows, Work
-from anabranch.engine.scheduler import Scheduled
+from anabranch.runner.fixed_arrays import FixedArrays
+from anabranch.sampling.filters import apply_filters, top_k_bounds
+from anabranch.sampling.logits import clean_scores, first_argmax, log_weights
+from anabranch.sampling.noise import draw, noise_keys
+from anabranch.sampling.parameter_rows import SamplingRows, Work
+from anabranch.sequences.scheduled import Scheduled
 
 MAX_TOP_K = 64  # a larger top_k draws drafts from this many tokens
 INERT = {"greedy": True, "inverse_temperature": 1.0, "log_min_p": -np.inf, "top_k": 0, "top_p": 1.0}

@@ -1,6 +1,6 @@
 """What a chain of drafting passes reads, in persistent device memory.
 
-The host tells of each sequence its last tokens, its length, its pages and how many drafts it gets.
+For each sequence the host sends the last tokens, the length, the pages and the number of drafts.
 Positions, slots and lengths of every pass follow from that on the device.
 """
 
@@ -12,10 +12,11 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.engine.fixed_arrays import FixedArrays
-from anabranch.engine.inputs import aligned
-from anabranch.engine.scheduler import Scheduled
-from anabranch.engine.step import Group, Step
+from anabranch.runner.entry import Entry
+from anabranch.runner.fixed_arrays import FixedArrays
+from anabranch.runner.step import Step
+from anabranch.runner.step_inputs import aligned
+from anabranch.sequences.scheduled import Scheduled
 
 CATCH_UP = 2  # tokens the draft model has not computed after all drafts were accepted
 
@@ -58,7 +59,7 @@ class DraftInputs:
         places = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._starts = {q_len: places * q_len for q_len in (1, CATCH_UP)}
         self._last_rows = places[1:].long() * CATCH_UP - 1
-        self._behind = torch.arange(-CATCH_UP, max_drafts - 1, device=device)[:, None]
+        self._offsets = torch.arange(-CATCH_UP, max_drafts - 1, device=device)[:, None]
 
     def load(self, runs: Seq[Scheduled], batch: int) -> None:
         """Copy what the host knows of the runs, followed by inert sequences up to `batch`."""
@@ -87,25 +88,25 @@ class DraftInputs:
         return self._arrays.tensors["ids"][:batch].view(-1)
 
     def rows(self, batch: int) -> torch.Tensor:
-        """Where the drafts go; inert sequences have rows that nobody reads, no row twice."""
+        """Where the drafts go; inert sequences get unused rows, each once."""
         return self._arrays.tensors["rows"][:batch]
 
     def passes(self, batch: int, num_drafts: int) -> list[Pass]:
         """A pass for each draft; sequences that have enough drafts are inert in later ones."""
         at = self._arrays.tensors
-        columns = aligned(batch)
-        lengths, wanted = at["lengths"][:columns], at["num_drafts"][:columns]
-        behind = self._behind[: CATCH_UP + num_drafts - 1]
-        runs = (behind + 1 < wanted) & (lengths > 0)  # [num_passes + CATCH_UP - 1, columns]
-        positions = torch.where(runs, lengths + behind, 0)
-        pages = at["pages"][:columns].gather(1, (positions // self._page_size).t())
+        width = aligned(batch)
+        lengths, wanted = at["lengths"][:width], at["num_drafts"][:width]
+        offsets = self._offsets[: CATCH_UP + num_drafts - 1]
+        runs = (offsets + 1 < wanted) & (lengths > 0)  # [num_passes + CATCH_UP - 1, width]
+        positions = torch.where(runs, lengths + offsets, 0)
+        pages = at["pages"][:width].gather(1, (positions // self._page_size).t())
         slots = pages.t().contiguous() * self._page_size + positions % self._page_size
         slots = torch.where(runs, slots, -1)
         ends = torch.where(runs, positions + 1, 0).int()
         first = [part[:CATCH_UP, :batch].t().flatten().contiguous() for part in (positions, slots)]
         step = self._step(batch, CATCH_UP, ends[CATCH_UP - 1], first[1])
         passes = [Pass(first[0], step, self._last_rows[:batch])]
-        for place in range(CATCH_UP, len(behind)):
+        for place in range(CATCH_UP, len(offsets)):
             step = self._step(batch, 1, ends[place], slots[place, :batch])
             passes.append(Pass(positions[place, :batch], step, 0))
         return passes
@@ -113,4 +114,4 @@ class DraftInputs:
     def _step(self, batch: int, q_len: int, ends: torch.Tensor, slots: torch.Tensor) -> Step:
         pages = self._arrays.tensors["pages"][:batch, : self._num_pages]
         starts = self._starts[q_len][: batch + 1]
-        return Step([Group(slice(0, batch * q_len), starts, ends[:batch], pages)], slots)
+        return Step([Entry(slice(0, batch * q_len), starts, ends[:batch], pages)], slots)

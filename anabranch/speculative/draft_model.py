@@ -10,13 +10,13 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from anabranch.engine.scheduler import Scheduled
+from anabranch.sequences.scheduled import Scheduled
 from anabranch.speculative.draft_chain import DraftChain
 from anabranch.speculative.draft_inputs import CATCH_UP
 
 if TYPE_CHECKING:
-    from anabranch.engine.sequence import Sequence
-    from anabranch.engine.stage_clock import StageClock
+    from anabranch.runner.stage_clock import StageClock
+    from anabranch.sequences.sequence import Sequence
 
 
 class DraftProposer:
@@ -37,15 +37,15 @@ class DraftProposer:
     def propose(self, step: Seq[Scheduled], clock: StageClock) -> None:
         """Draft for the runs that have room for drafts; prompts are only computed.
 
-        A token that is decoded without drafts is caught up with later.
+        Tokens decoded without drafts are computed before the next draft.
         """
         followed = [
             run for run in step if run.seq.speculates and (run.num_drafts or not run.decoding)
         ]
-        behind = [part for run in followed for part in _behind(run, self._max_num_tokens)]
-        if behind:
+        missing = [part for run in followed for part in _missing_runs(run, self._max_num_tokens)]
+        if missing:
             with clock.stage("catch-up"):
-                self._catch_up(behind)
+                self._catch_up(missing)
         for run in followed:
             run.seq.num_draft_computed = run.start + run.num_known
         drafting = [run for run in followed if run.num_drafts]
@@ -74,7 +74,7 @@ class DraftProposer:
         self._chain.runner.run(batch)
 
 
-def _behind(run: Scheduled, most: int) -> Iterator[Scheduled]:
+def _missing_runs(run: Scheduled, most: int) -> Iterator[Scheduled]:
     """What is to be computed before a run can be drafted for, `most` tokens at a time."""
     start = run.seq.num_draft_computed
     stop = run.start + run.num_known - (CATCH_UP if run.num_drafts else 0)

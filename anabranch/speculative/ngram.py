@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from anabranch.engine.scheduler import Scheduled
-    from anabranch.engine.sequence import Sequence
-    from anabranch.engine.stage_clock import StageClock
+    from anabranch.runner.stage_clock import StageClock
+    from anabranch.sequences.scheduled import Scheduled
+    from anabranch.sequences.sequence import Sequence
 
 
 class NgramIndex:
@@ -40,7 +40,7 @@ class NgramIndex:
 
 
 def _continue(tokens: Seq[int], place: int, num_drafts: int) -> list[int]:
-    """The tokens from `place` on; where they run out they are read again: a loop goes on."""
+    """The tokens from `place` on; wraps around, to continue a repetition."""
     period = len(tokens) - place
     return [tokens[place + step % period] for step in range(num_drafts)]
 

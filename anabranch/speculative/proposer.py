@@ -6,9 +6,9 @@ from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from anabranch.engine.scheduler import Scheduled
-    from anabranch.engine.sequence import Sequence
-    from anabranch.engine.stage_clock import StageClock
+    from anabranch.runner.stage_clock import StageClock
+    from anabranch.sequences.scheduled import Scheduled
+    from anabranch.sequences.sequence import Sequence
 
 
 class Proposer(Protocol):

@@ -59,7 +59,7 @@ def run_cpu(options: CpuOptions, progress: Progress) -> RunResults:
 def _runs(
     llm: LLM, peer: TransformersPeer, messages: list[dict[str, str]], options: CpuOptions
 ) -> Runs:
-    from anabranch.engine.sampling_params import SamplingParams
+    from anabranch.sampling.params import SamplingParams
 
     count = options.output_len
     plain, ngram = (

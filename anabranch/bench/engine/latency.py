@@ -84,7 +84,7 @@ def _measure(llm: LLM, options: LatencyOptions, progress: Progress) -> Record:
 
 
 def _run(llm: LLM, options: LatencyOptions, output_len: int, seed: int = 0) -> list[RequestOutput]:
-    from anabranch.engine.sampling_params import SamplingParams
+    from anabranch.sampling.params import SamplingParams
 
     params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     prompts = random_prompts(options.batch, options.input_len, llm.engine.vocab_size, seed)

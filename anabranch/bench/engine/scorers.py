@@ -45,7 +45,7 @@ def run_scorers(options: ScorersOptions, progress: Progress) -> RunResults:
 def _row(
     llm: LLM, name: str, options: ScorersOptions, num_drafts: int, progress: Progress
 ) -> Record:
-    from anabranch.engine.sampling_params import SamplingParams
+    from anabranch.sampling.params import SamplingParams
 
     progress(f"measuring {name}", 0, 0)
     prompts = random_prompts(options.batch, options.context, llm.engine.vocab_size)

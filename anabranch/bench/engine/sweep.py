@@ -44,7 +44,7 @@ def run_sweep(options: SweepOptions, progress: Progress) -> RunResults:
 
 
 def _contender(name: str, options: SweepOptions, progress: Progress) -> Contender:
-    from anabranch.engine.sampling_params import SamplingParams
+    from anabranch.sampling.params import SamplingParams
 
     if name != "anabranch":
         peer = TransformersPeer(options, name.removeprefix(TRANSFORMERS_PREFIX), progress)

@@ -28,7 +28,7 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> RunResults
 
 
 def _run_engine(options: ThroughputOptions, progress: Progress) -> tuple[Record, Workload, int]:
-    from anabranch.engine.sampling_params import SamplingParams
+    from anabranch.sampling.params import SamplingParams
 
     most = round((options.input_len + options.output_len) * (1 + options.range_ratio)) + 2
     llm = options.make(progress, **options.sized(most, options.max_num_seqs))

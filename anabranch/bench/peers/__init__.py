@@ -8,13 +8,17 @@ from __future__ import annotations
 from functools import partial
 
 from anabranch.bench.implementations import Implementation
-from anabranch.bench.peers import flash_attention3, flashinfer, torch_attention
+from anabranch.bench.peers import flash_attention3, flashinfer_attention, torch_attention
 
 
 def implementations(bench: str, device: str) -> list[Implementation]:
     """The peers of a benchmark."""
     if bench == "merge":
-        return [Implementation("FlashInfer", "peer", flashinfer.merge)] if device == "cuda" else []
+        return (
+            [Implementation("FlashInfer", "peer", flashinfer_attention.merge)]
+            if device == "cuda"
+            else []
+        )
     if device == "cpu":
         return [Implementation("SDPA contiguous", "peer", torch_attention.attend)]
     cudnn = partial(torch_attention.attend_forced, "CUDNN_ATTENTION")
@@ -29,6 +33,6 @@ def implementations(bench: str, device: str) -> list[Implementation]:
         ]
     return [
         Implementation("FA3", "peer", flash_attention3.attend_paged),
-        Implementation("FlashInfer", "peer", flashinfer.attend),
+        Implementation("FlashInfer", "peer", flashinfer_attention.attend),
         Implementation("cuDNN contiguous", "context", cudnn),
     ]

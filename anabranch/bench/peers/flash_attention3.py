@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from anabranch.bench.cases import DTYPES, AttendCase
-from anabranch.bench.exact import Answer
+from anabranch.bench.exact import CallResult
 from anabranch.bench.implementations import Prepared, require
 from anabranch.bench.inputs import AttendInputs
 from anabranch.bench.peers.site import find_library
@@ -55,7 +55,7 @@ def attend_paged(inputs: AttendInputs) -> Prepared:
         _call(inputs, q, x.k, x.v, lengths=lengths, table=x.page_table, plan=plan)
         for q, x in zip(inputs.queries, keys, strict=True)
     ]
-    return Prepared(calls, lambda result: Answer(result[0]), make_plan)
+    return Prepared(calls, lambda result: CallResult(result[0]), make_plan)
 
 
 def attend_ragged(inputs: AttendInputs) -> Prepared:
@@ -64,7 +64,7 @@ def attend_ragged(inputs: AttendInputs) -> Prepared:
         _call(inputs, q, x.k, x.v, cu_seqlens_k=x.cu_seqlens)
         for q, x in zip(inputs.queries, inputs.ragged, strict=True)
     ]
-    return Prepared(calls, lambda result: Answer(result[0]))
+    return Prepared(calls, lambda result: CallResult(result[0]))
 
 
 def _window(case: AttendCase) -> tuple[int, int]:

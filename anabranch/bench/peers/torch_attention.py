@@ -11,7 +11,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from anabranch.bench.exact import Answer
+from anabranch.bench.exact import CallResult
 from anabranch.bench.implementations import Call, Prepared, require
 from anabranch.bench.inputs import AttendInputs
 
@@ -57,9 +57,9 @@ def heads_first(inputs: AttendInputs, rotation: int) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in (padded, keys.k, keys.v)]
 
 
-def tokens_first(out: torch.Tensor) -> Answer:
+def tokens_first(out: torch.Tensor) -> CallResult:
     """[num_seqs, num_heads, q_len, dim] as packed tokens."""
-    return Answer(out.transpose(1, 2).flatten(0, 1))
+    return CallResult(out.transpose(1, 2).flatten(0, 1))
 
 
 def attend_flex(inputs: AttendInputs) -> Prepared:

@@ -12,12 +12,12 @@ import torch
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.serve.draft_counts import read_counts, settled_counts, speculation_between
 from anabranch.bench.serve.endpoint import Endpoint, as_dict
-from anabranch.bench.serve.launch import launched
-from anabranch.bench.serve.load import run_load, summarise
 from anabranch.bench.serve.load_options import Load, LoadOptions
 from anabranch.bench.serve.load_plot import check_matplotlib, draw_loads
 from anabranch.bench.serve.request_bodies import make_bodies
+from anabranch.bench.serve.request_load import run_load, summarise
 from anabranch.bench.serve.result_block import print_results
+from anabranch.bench.serve.server_process import launched
 from anabranch.bench.serve.streamed_request import check_answer, send_request
 from anabranch.bench.table import print_paths
 from anabranch.bench.timing import release_memory

@@ -24,7 +24,7 @@ def register() -> None:
     import transformers
 
     from anabranch.integrations.transformers.attention import attention
-    from anabranch.integrations.transformers.paged import paged_attention
+    from anabranch.integrations.transformers.paged_attention import paged_attention
     from anabranch.integrations.transformers.spans import make_mask
 
     untyped = cast("Any", transformers)

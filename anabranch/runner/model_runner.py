@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from anabranch.cache.kv_cache import LayerCache
-from anabranch.engine.attention import Layers, bind_layers, running
-from anabranch.engine.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
-from anabranch.engine.inputs import StepInputs
-from anabranch.engine.layout import SHORT, Layout, Scorer, lay_out
-from anabranch.engine.scheduler import Scheduled
-from anabranch.engine.step import Step
+from anabranch.runner.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
+from anabranch.runner.kv_cache import LayerCache
+from anabranch.runner.model_attention import Layers, bind_layers, running
+from anabranch.runner.step import Step
+from anabranch.runner.step_inputs import StepInputs
+from anabranch.runner.step_layout import SHORT, Scorer, StepLayout, lay_out
+from anabranch.sequences.scheduled import Scheduled
 
 
 class StepLogits(NamedTuple):
@@ -26,7 +26,7 @@ class StepLogits(NamedTuple):
     by_graph: bool
 
 
-class Runner:
+class ModelRunner:
     """A model bound to its cache."""
 
     def __init__(
@@ -74,18 +74,18 @@ class Runner:
         rows = inputs.logit_rows(len(layout.logit_rows))
         return StepLogits(self._forward(inputs, attending, layout.num_tokens, rows), None, False)
 
-    def _lay_out(self, step: Sequence[Scheduled], *, every_row: bool) -> Layout:
+    def _lay_out(self, step: Sequence[Scheduled], *, every_row: bool) -> StepLayout:
         width = self._unseen.shape[1]
         return lay_out(step, self.scorer, self.page_size, width, every_row)
 
-    def _fitting(self, layout: Layout) -> StepInputs:
+    def _fitting(self, layout: StepLayout) -> StepInputs:
         return next(
             inputs
             for inputs in self._inputs
             if layout.num_tokens <= inputs.max_num_tokens and layout.num_seqs <= inputs.max_num_seqs
         )
 
-    def _short(self, layout: Layout) -> tuple[int, int] | None:
+    def _short(self, layout: StepLayout) -> tuple[int, int] | None:
         """On a GPU, decodes among prefills are attended to with tiles of their own."""
         return layout.short if self._unseen.is_cuda else None
 

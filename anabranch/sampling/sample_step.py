@@ -8,15 +8,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.engine.logits import add_biases, clean_scores, log_weights, penalise
-from anabranch.engine.logprobs import Logprobs, token_logprobs
-from anabranch.engine.sample_batch import Positions, SampleBatch
-from anabranch.engine.sample_counts import TokenCounts
-from anabranch.engine.sample_filters import apply_filters, top_k_bounds
-from anabranch.engine.sample_random import draw, noise_keys
-from anabranch.engine.sample_transfer import Array, upload
-from anabranch.engine.sampling_rows import SamplingRows, Work
-from anabranch.speculative.verify import accept_equal, emit
+from anabranch.sampling.batch import Positions, SampleBatch
+from anabranch.sampling.filters import apply_filters, top_k_bounds
+from anabranch.sampling.logits import add_biases, clean_scores, log_weights, penalise
+from anabranch.sampling.logprobs import Logprobs, token_logprobs
+from anabranch.sampling.noise import draw, noise_keys
+from anabranch.sampling.parameter_rows import SamplingRows, Work
+from anabranch.sampling.token_counts import TokenCounts
+from anabranch.sampling.transfer import Array, upload
+from anabranch.sampling.verify import accept_equal, emit
 
 _FILTERS = {
     Work.GREEDY: "greedy",

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from anabranch.bench.cases import DTYPES
-from anabranch.bench.exact import Answer
+from anabranch.bench.exact import CallResult
 from anabranch.bench.implementations import Prepared, require
 from anabranch.bench.inputs import AttendInputs, MergeInputs
 from anabranch.bench.peers.site import import_peer
@@ -27,7 +27,7 @@ def merge(inputs: MergeInputs) -> Prepared:
         return state.out, state.lse * math.log2(math.e)
 
     calls = [partial(library.merge_state, *base_2(a), *base_2(b)) for a, b in inputs.pairs]
-    return Prepared(calls, lambda result: Answer(result[0], result[1] * math.log(2)))
+    return Prepared(calls, lambda result: CallResult(result[0], result[1] * math.log(2)))
 
 
 def attend(inputs: AttendInputs) -> Prepared:
@@ -43,7 +43,7 @@ def attend(inputs: AttendInputs) -> Prepared:
         partial(wrapper.run, q, (keys.k, keys.v), out=torch.empty_like(q))
         for q, keys in zip(inputs.queries, inputs.paged, strict=True)
     ]
-    return Prepared(calls, Answer, make_plan)
+    return Prepared(calls, CallResult, make_plan)
 
 
 @cache

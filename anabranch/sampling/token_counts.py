@@ -1,4 +1,4 @@
-"""Which tokens each request was given and has output, in dense tables on the device."""
+"""Tokens in the prompt and output of each request, in dense tables on the device."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.engine.sample_transfer import upload
+from anabranch.sampling.transfer import upload
 
 
 class TokenCounts:
-    """[num_rows, vocab] tables, there from the first request that needs them."""
+    """[num_rows, vocab] tables, allocated for the first request that needs them."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.vocab_size = vocab_size

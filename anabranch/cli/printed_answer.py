@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
     from anabranch.engine.outputs import RequestOutput
     from anabranch.engine.prompts import Prompt
-    from anabranch.engine.sampling_params import SamplingParams
+    from anabranch.sampling.params import SamplingParams
 
 
 def print_answer(llm: LLM, prompt: Prompt, params: SamplingParams) -> RequestOutput:

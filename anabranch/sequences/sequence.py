@@ -1,21 +1,21 @@
-"""One stream of tokens: what it is made of, how far it is computed, why it ended."""
+"""A prompt and one continuation: tokens, pages, progress and the reason it ended."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from anabranch.cache.sequence_pages import SequencePages
-from anabranch.engine.outputs import TokenLogprobs
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.token_logprobs import TokenLogprobs
+from anabranch.sequences.sequence_pages import SequencePages
 
 
 class Origin(IntEnum):
     """Where an output token came from."""
 
     SAMPLED = 0  # by a step without a draft at its position
-    ACCEPTED = 1  # drafted, and what the model would have said
-    CORRECTED = 2  # the model's own token where a draft was refused
+    ACCEPTED = 1  # a draft that equals the model's own token
+    CORRECTED = 2  # the model's own token where a draft was rejected
 
 
 @dataclass(slots=True, eq=False)

@@ -6,9 +6,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from anabranch.engine.fixed_arrays import FixedArrays
-from anabranch.engine.layout import Layout
-from anabranch.engine.step import Group, Step
+from anabranch.runner.entry import Entry
+from anabranch.runner.fixed_arrays import FixedArrays
+from anabranch.runner.step import Step
+from anabranch.runner.step_layout import StepLayout
 
 INT32 = ("cu_seqlens", "cu_long", "seq_lens", "long_lens")
 ALIGNED = 4  # every row of the page table begins at 16 bytes: kernels are compiled for that
@@ -46,14 +47,16 @@ class StepInputs:
         pages = {"pages": (torch.int32, (max_num_seqs, aligned(max_num_pages)))}
         self._arrays = FixedArrays(fields | pages, device)
 
-    def load(self, layout: Layout, num_tokens: int, num_seqs: int) -> None:
+    def load(self, layout: StepLayout, num_tokens: int, num_seqs: int) -> None:
         """Copy a layout to the device, followed by inert tokens and sequences up to these sizes."""
         arrays = self._arrays.write()
         _fill(arrays["ids"], layout.ids, 0, num_tokens)
         _fill(arrays["sources"], layout.sources, -1, num_tokens)
         _fill(arrays["positions"], layout.positions, 0, num_tokens)
         _fill(arrays["slots"], layout.slots, -1, num_tokens)
-        _fill(arrays["logit_rows"], layout.logit_rows, 0, 1)  # a graph reads one where none is
+        _fill(
+            arrays["logit_rows"], layout.logit_rows, 0, 1
+        )  # a graph always reads at least one row
         _fill(arrays["seq_lens"], layout.seq_lens, 0, num_seqs)
         _fill_bounds(arrays["cu_seqlens"], layout, num_tokens, num_seqs)
         long = layout.cu_seqlens[layout.num_short :]
@@ -84,17 +87,17 @@ class StepInputs:
         *,
         is_fresh: bool = False,
     ) -> Step:
-        """What attention reads; `short` are tokens and sequences to be attended to apart.
+        """What attention reads; `short` tokens and sequences in front get an entry of their own.
 
-        The sequences behind them are fresh if all of their keys are new.
+        With `is_fresh`, all keys of the last entry's sequences are new.
         """
         views = self._arrays.tensors
         bounds, starts = [0, num_tokens], [0, num_seqs]
         if short is not None:
             bounds.insert(1, short[0])
             starts.insert(1, short[1])
-        groups = [
-            Group(
+        entries = [
+            Entry(
                 slice(bounds[i], bounds[i + 1]),
                 views["cu_long" if i else "cu_seqlens"][: starts[i + 1] - starts[i] + 1],
                 views["long_lens" if i else "seq_lens"][: starts[i + 1] - starts[i]],
@@ -103,7 +106,7 @@ class StepInputs:
             )
             for i in range(len(bounds) - 1)
         ]
-        return Step(groups, views["slots"][:num_tokens])
+        return Step(entries, views["slots"][:num_tokens])
 
 
 def _fill(target: NDArray[np.integer], values: NDArray[np.int64], rest: int, size: int) -> None:
@@ -112,7 +115,7 @@ def _fill(target: NDArray[np.integer], values: NDArray[np.int64], rest: int, siz
 
 
 def _fill_bounds(
-    target: NDArray[np.integer], layout: Layout, num_tokens: int, num_seqs: int
+    target: NDArray[np.integer], layout: StepLayout, num_tokens: int, num_seqs: int
 ) -> None:
     target[: layout.num_seqs + 1] = layout.cu_seqlens
     missing = num_seqs - layout.num_seqs

@@ -7,7 +7,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from anabranch.engine.layout import Scorer
+from anabranch.runner.step_layout import Scorer
 
 WARM_UPS = 2  # the first compiles kernels, the second sees them compiled
 Progress = Callable[[str, int, int], None]  # what, done, of

@@ -13,7 +13,7 @@ import secrets
 import numpy as np
 from torch import Tensor
 
-from anabranch.engine.sample_transfer import Array
+from anabranch.sampling.transfer import Array
 
 _WORD = 2**64
 _STEP = 0x9E3779B97F4A7C15  # splitmix64

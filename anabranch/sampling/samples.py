@@ -1,4 +1,4 @@
-"""What sampling gives: tokens on the device, and the same on the host a copy later."""
+"""The results of sampling, on the device and, after a copy, on the host."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from anabranch.engine.logprobs import Logprobs
-from anabranch.engine.sample_transfer import Array, Download, download
+from anabranch.sampling.logprobs import Logprobs
+from anabranch.sampling.transfer import Array, Download, download
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class PendingSamples:
     _download: Download
 
     def wait(self) -> HostSamples:
-        """Waits for the copy alone, not for work that was launched behind it."""
+        """Waits for the copy alone, not for work that was launched after it."""
         arrays = self._download.wait()
         num_accepted: list[int] = arrays.pop("num_accepted").tolist()
         rows: list[list[int]] = arrays.pop("tokens").tolist()

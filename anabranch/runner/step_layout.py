@@ -10,7 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.engine.scheduler import Scheduled
+from anabranch.sequences.scheduled import Scheduled
 
 Ints = NDArray[np.int64]
 SHORT = 32  # queries of a sequence up to which it is attended to like a decode
@@ -24,7 +24,7 @@ class Scorer(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class StepLayout:
     """Tokens of all sequences, packed; sequences as attention sees them.
 
     A token's id is `ids`, or, where `sources` is not negative, that entry of the device's table of
@@ -70,7 +70,7 @@ def short_first(step: list[Scheduled]) -> list[Scheduled]:
 
 def lay_out(
     step: Sequence[Scheduled], scorer: Scorer, page_size: int, table_width: int, every_row: bool
-) -> Layout:
+) -> StepLayout:
     """Arrays of a step, short sequences first. `every_row` asks for the logits of every token."""
     bounds = np.cumsum([0, *(run.num_tokens for run in step)])
     ids, sources = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], -1, np.int64)
@@ -80,14 +80,14 @@ def lay_out(
         _fill_ids(run, ids[start:stop], sources[start:stop], table_width)
         place = np.arange(run.start, run.start + run.num_tokens)
         last = run.start + run.num_tokens - run.num_padding - 1
-        positions[start:stop] = np.minimum(place, last)  # padding may lie behind the context
+        positions[start:stop] = np.minimum(place, last)  # padding may lie after the context
         slots[start:stop] = _slots(run, place, page_size)
         rows.append(_logit_rows(run, start, every_row))
     cu_seqlens, seq_lens, pages = _sequences(step, bounds, scorer)
     logit_rows = np.concatenate(rows) if rows else np.empty(0, np.int64)
     short = np.diff(cu_seqlens) <= SHORT
     num_short = int(short.sum()) if not np.diff(short.astype(np.int8)).clip(0).any() else 0
-    return Layout(
+    return StepLayout(
         ids, sources, positions, slots, cu_seqlens, seq_lens, pages, logit_rows, num_short
     )
 

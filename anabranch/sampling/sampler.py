@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from anabranch.engine.logits import first_argmax
-from anabranch.engine.sample_batch import SampleBatch
-from anabranch.engine.sample_counts import TokenCounts
-from anabranch.engine.sample_output import SampleOutput
-from anabranch.engine.sample_step import SampleStep
-from anabranch.engine.sampling_params import SamplingParams
-from anabranch.engine.sampling_rows import SamplingRows, Work
+from anabranch.sampling.batch import SampleBatch
+from anabranch.sampling.logits import first_argmax
+from anabranch.sampling.parameter_rows import SamplingRows, Work
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.sample_step import SampleStep
+from anabranch.sampling.samples import SampleOutput
+from anabranch.sampling.token_counts import TokenCounts
 
 
 class Sampler:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from anabranch.engine.sample_transfer import Array
+from anabranch.sampling.transfer import Array
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +16,7 @@ class SampleBatch:
     """Which rows are sampled, and the drafts to verify; everything about them is host data.
 
     The logits of a sequence are those of its drafts, then one more. With `padded`, every sequence
-    has max_drafts + 1 rows of logits, of which those behind its own are ignored.
+    has max_drafts + 1 rows of logits, of which those after its own are ignored.
     `num_outputs` is how many tokens each request has emitted so far.
     """
 

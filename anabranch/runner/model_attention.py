@@ -16,16 +16,16 @@ import torch
 from torch import nn
 
 from anabranch.attend import attend
-from anabranch.cache.kv_cache import LayerCache, LayerShape
-from anabranch.engine.step import Step
 from anabranch.keys import DenseKV
+from anabranch.runner.kv_cache import LayerCache, LayerShape
+from anabranch.runner.step import Step
 
 NAME = "anabranch_engine"
 KINDS = ("full_attention", "sliding_attention")  # of layers that keep keys and values only
 _numbers = count()
 _steps: dict[int, Step] = {}
 Layers = dict[nn.Module, LayerShape]
-_found: ContextVar[Layers] = ContextVar("_found")  # filled while layers are looked for
+_found: ContextVar[Layers] = ContextVar("_found")  # filled by find_layers
 
 
 def register() -> None:
@@ -55,7 +55,7 @@ def engine_attention(
         raise ValueError(f"{type(module).__name__} needs more than causal attention over a cache")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if not hasattr(module, "anabranch_slot"):  # layers are being looked for
+    if not hasattr(module, "anabranch_slot"):  # called by find_layers
         _check_window(module, sliding_window)
         _found.get()[module] = LayerShape(k.shape[1], k.shape[2], v.shape[2], k.dtype)
         keys = DenseKV(k[None], v[None])
@@ -76,7 +76,7 @@ def engine_attention(
 
 
 def _check_window(module: nn.Module, window: int | None) -> None:
-    """Refuse layers whose reach stands in a mask only, which the engine does not make."""
+    """Refuse layers whose window is given by a mask only, since the engine makes no masks."""
     kinds: Sequence[str] | None = getattr(getattr(module, "config", None), "layer_types", None)
     index: int | None = getattr(module, "layer_idx", None)
     if kinds is None or index is None or index >= len(kinds):
@@ -84,7 +84,7 @@ def _check_window(module: nn.Module, window: int | None) -> None:
     if window is None and kinds[index] != "full_attention":
         raise ValueError(
             f"layer {index} of kind {kinds[index]!r} gives {type(module).__name__} no "
-            "sliding_window: its attention cannot be told from a full one"
+            "sliding_window: its attention cannot be distinguished from full attention"
         )
 
 

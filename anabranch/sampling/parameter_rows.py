@@ -8,9 +8,9 @@ from enum import IntFlag
 
 import numpy as np
 
-from anabranch.engine.sample_batch import Positions, SampleBatch
-from anabranch.engine.sample_transfer import Array
-from anabranch.engine.sampling_params import SamplingParams
+from anabranch.sampling.batch import Positions, SampleBatch
+from anabranch.sampling.params import SamplingParams
+from anabranch.sampling.transfer import Array
 
 _ROW = np.dtype(
     [

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 
-from anabranch.cache.page_pool import PagePool
+from anabranch.sequences.page_pool import PagePool
 
 
 def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:

@@ -1,1 +1,0 @@
-"""The paged cache: which pages are free, which prefixes they hold, and the tensors themselves."""

@@ -1,0 +1,1 @@
+"""Running a model over a step: inputs, attention over the cache, CUDA graphs."""

@@ -1,0 +1,115 @@
+"""One step of a model: where its tokens are kept, and what they attend to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from anabranch.append import append_kv
+from anabranch.attend import attend
+from anabranch.keys import KeySource
+from anabranch.merge import merge
+from anabranch.plan import Plan, make_plan
+from anabranch.runner.entry import Entry
+from anabranch.runner.kv_cache import LayerCache
+from anabranch.state import AttentionState
+
+
+class LayerRules(NamedTuple):
+    """What a layer adds to the rules of an entry."""
+
+    scale: float
+    window: int | None
+    softcap: float | None
+    sinks: torch.Tensor | None  # [num_heads]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """Packed tokens of a batch, in entries that follow each other.
+
+    States of entries over the same tokens are merged: a cascade is an entry for the shared prefix
+    and one for what follows it. The first layer of a kind makes the plans that the others share.
+    """
+
+    entries: list[Entry]
+    slot_mapping: torch.Tensor  # int64 [num_tokens], negative for tokens that are not kept
+    fused_merge: bool = True
+    _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict[tuple[object, ...], Plan])
+
+    def __post_init__(self) -> None:
+        before = slice(0, 0)
+        for entry in self.entries:
+            assert entry.tokens == before or entry.tokens.start == before.stop, "tokens left out"
+            before = entry.tokens
+
+    def attend(
+        self,
+        q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
+        k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_k]
+        v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_v]
+        cache: LayerCache,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Keep the new keys, and attend from the new tokens to the keys of their entries."""
+        first = self.entries[0]
+        append_kv(cache.keys(first.page_table, first.seq_lens), k, v, self.slot_mapping)
+        outs: list[torch.Tensor] = []
+        for _, places in groupby(range(len(self.entries)), lambda i: self.entries[i].tokens):
+            states: list[AttentionState] = []
+            for place in places:  # a sink is a key, to be seen once
+                rules = LayerRules(scale, window, softcap, None if states else sinks)
+                keys = self.entries[place].keys(k, v, cache)
+                states.append(self._state(q, place, keys, rules))
+            outs.append(states[0].out if len(states) == 1 else merge(*states, with_lse=False))
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def _state(
+        self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules
+    ) -> AttentionState:
+        """Attention of one entry."""
+        entry = self.entries[place]
+        if rules.window is not None and not entry.causal:
+            raise ValueError(f"an entry of earlier keys has no window, got {rules.window}")
+        return attend(
+            q[entry.tokens],
+            keys,
+            cu_seqlens_q=entry.cu_seqlens_q,
+            causal=entry.causal,
+            tree_mask=entry.tree_mask,
+            window=rules.window,
+            softcap=rules.softcap,
+            scale=rules.scale,
+            sinks=rules.sinks,
+            plan=self._plan(q, place, keys, rules.window),
+        )
+
+    def _plan(
+        self, q: torch.Tensor, place: int, keys: KeySource, window: int | None
+    ) -> Plan | None:
+        """The plan of an entry, which layers of the same shapes and window share."""
+        if q.device.type == "cpu":
+            return None
+        shapes = (q.shape[1:], q.dtype, keys.num_kv_heads, keys.head_dim_k, keys.head_dim_v)
+        kind = (place, window, *shapes)
+        plan = self._plans.get(kind)
+        if plan is None:
+            entry = self.entries[place]
+            plan = make_plan(
+                q[entry.tokens],
+                keys,
+                cu_seqlens_q=entry.cu_seqlens_q,
+                causal=entry.causal,
+                window=window,
+                tree_mask=entry.tree_mask,
+                fused_merge=self.fused_merge,
+            )
+            self._plans[kind] = plan
+        return plan

@@ -1,0 +1,1 @@
+"""Sequences: their tokens, their pages, and the runs of them in a step."""
