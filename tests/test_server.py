@@ -671,7 +671,7 @@ def test_an_error_at_one_request_ends_no_other(server: Server) -> None:
         request = long_request() | {"stream": False, "max_tokens": 100}
         calls = [pool.submit(post, server, "/v1/completions", request) for _ in range(4)]
         until(lambda: server.service.admission.num_open == 4)
-        with pytest.raises(RequestBroken, match="AttributeError"):
+        with pytest.raises((RequestBroken, ValueError), match="None"):
             asyncio.run_coroutine_threadsafe(run(), engine._loop).result(60)
         assert [call.result().status_code for call in calls] == [200] * 4
     assert httpx.get(f"{server.url}/health").status_code == 200
