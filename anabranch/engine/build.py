@@ -18,9 +18,11 @@ from anabranch.engine.runner import Runner
 from anabranch.engine.sample_random import draw
 from anabranch.engine.sampling_rows import SamplingRows
 from anabranch.models import LoadedModel, load_model
+from anabranch.models.decoder import fuse_decoder_layers
 from anabranch.models.gated import gate_joined
 from anabranch.models.join import join_projections
 from anabranch.models.linear import use_row_linear
+from anabranch.models.norm import use_cpu_norms
 from anabranch.speculative.adaptive import draft_numbers
 from anabranch.speculative.draft_chain import DraftChain, chain_keys
 from anabranch.speculative.draft_draws import DraftDraws
@@ -125,9 +127,10 @@ def _load(source: str, config: EngineConfig, device: torch.device, say: Progress
     )
     if config.join_projections:
         join_projections(loaded.model)
-        if device.type == "cuda":
-            gate_joined(loaded.model)
     use_row_linear(loaded.model)
+    gate_joined(loaded.model)
+    use_cpu_norms(loaded.model)
+    fuse_decoder_layers(loaded.model)
     return loaded
 
 

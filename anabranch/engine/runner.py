@@ -16,6 +16,7 @@ from anabranch.engine.inputs import StepInputs
 from anabranch.engine.layout import SHORT, Layout, Scorer, lay_out
 from anabranch.engine.scheduler import Scheduled
 from anabranch.engine.step import Step
+from anabranch.kernels.cpu.waiting import CoreSharing
 
 
 class StepLogits(NamedTuple):
@@ -50,12 +51,15 @@ class Runner:
         self.prompt_graphs: Graphs[PromptKey] = Graphs()
         self._inputs = inputs
         self._unseen = unseen
+        self._cores = CoreSharing() if unseen.device.type == "cpu" else None
         self._layers = list(layers)
         self._slot = bind_layers(self._layers, caches)
 
     @torch.inference_mode()
     def run(self, step: Sequence[Scheduled]) -> StepLogits:
         """Logits of the rows that the step asks for."""
+        if self._cores is not None:
+            self._cores.observe()
         key = self._graph_key(step)
         layout = self._lay_out(step, every_row=key is not None)
         if key is not None:
