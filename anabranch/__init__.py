@@ -1,28 +1,29 @@
 """anabranch: attention as partial states and one exact merge."""
 
+import sys
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from anabranch.append import append_kv
-from anabranch.attend import attend
-from anabranch.cascade import Cascade, attend_cascade, make_cascade
-from anabranch.keys import DenseKV, PagedKV, RaggedKV, SelectedKV
-from anabranch.merge import merge
-from anabranch.plan import Plan, make_plan
-from anabranch.selectors import (
-    PageBounds,
-    bound_pages,
-    extend_bounds,
-    select_pages,
-    select_recent,
-    select_top_keys,
-)
-from anabranch.state import AttentionState
-from anabranch.tree import DraftTree, make_draft_tree
-
 if TYPE_CHECKING:
+    from anabranch.append import append_kv
+    from anabranch.attend import attend
+    from anabranch.cascade import Cascade, attend_cascade, make_cascade
     from anabranch.engine.llm import LLM
+    from anabranch.keys import DenseKV, PagedKV, RaggedKV, SelectedKV
+    from anabranch.merge import merge
+    from anabranch.plan import Plan, make_plan
     from anabranch.sampling.params import SamplingParams
+    from anabranch.selectors import (
+        PageBounds,
+        bound_pages,
+        extend_bounds,
+        select_pages,
+        select_recent,
+        select_top_keys,
+    )
+    from anabranch.state import AttentionState
+    from anabranch.tree import DraftTree, make_draft_tree
 
 __all__ = [
     "LLM",
@@ -51,11 +52,47 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_ENGINE = {"LLM": "engine.llm", "SamplingParams": "sampling.params"}  # needs anabranch[engine]
+_NAMES = {
+    "append": ["append_kv"],
+    "attend": ["attend"],
+    "cascade": ["Cascade", "attend_cascade", "make_cascade"],
+    "engine.llm": ["LLM"],
+    "keys": ["DenseKV", "PagedKV", "RaggedKV", "SelectedKV"],
+    "merge": ["merge"],
+    "plan": ["Plan", "make_plan"],
+    "sampling.params": ["SamplingParams"],
+    "selectors": [
+        "PageBounds",
+        "bound_pages",
+        "extend_bounds",
+        "select_pages",
+        "select_recent",
+        "select_top_keys",
+    ],
+    "state": ["AttentionState"],
+    "tree": ["DraftTree", "make_draft_tree"],
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
+
+
+class _Package(ModuleType):
+    """Keeps `attend` and `merge` functions when the modules of the same names are imported."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _MODULES and isinstance(value, ModuleType):
+            value = getattr(value, name)
+        super().__setattr__(name, value)
 
 
 def __getattr__(name: str) -> Any:
-    """The engine's names are imported when asked for: attention alone needs no transformers."""
-    if name not in _ENGINE:
+    """Names are imported when asked for: the command line needs no torch to print its help."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
-    return getattr(import_module(f"anabranch.{_ENGINE[name]}"), name)
+    return getattr(import_module(f"anabranch.{_MODULES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -46,6 +46,7 @@ KERNELS_READ = {
     "call",
     "device",
     "kernels.config",
+    "kernels.build_cache",
     "kernels.compile",
     "kernels.linear_config",
 }

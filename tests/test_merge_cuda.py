@@ -27,7 +27,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anabranch
 from anabranch import AttentionState
-from anabranch.kernels.cuda import cache, compilers, driver
+from anabranch.kernels import build_cache as cache
+from anabranch.kernels.cuda import compilers, driver
 from anabranch.kernels.cuda.layout import DTYPES, KERNELS, Layout, select_layout
 from anabranch.kernels.cuda.merge import DLPACK_CUDA, SOURCES, load, load_launcher, load_shortcut
 from anabranch.state import merge_stacked

@@ -10,9 +10,11 @@ import torch
 from anabranch.engine.config import DTYPES, EngineConfig
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.models import LoadedModel, load_model
+from anabranch.models.decoder import fuse_decoder_layers
 from anabranch.models.gated import gate_joined
 from anabranch.models.join import join_projections
 from anabranch.models.linear import use_row_linear
+from anabranch.models.norm import use_cpu_norms
 from anabranch.runner.graphs import GraphKey, Progress, graph_batches, prompt_sizes
 from anabranch.runner.kv_cache import LayerShape, allocate_layers
 from anabranch.runner.model_attention import NAME, Layers, register
@@ -129,9 +131,10 @@ def _load(source: str, config: EngineConfig, device: torch.device, say: Progress
     )
     if config.join_projections:
         join_projections(loaded.model)
-        if device.type == "cuda":
-            gate_joined(loaded.model)
     use_row_linear(loaded.model)
+    gate_joined(loaded.model)
+    use_cpu_norms(loaded.model)
+    fuse_decoder_layers(loaded.model)
     return loaded
 
 

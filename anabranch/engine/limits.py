@@ -19,6 +19,7 @@ SAMPLING_COPIES = 8  # float32 copies of the logits that sampling may hold at on
 SCORED_TOKENS = 512  # of prompts in a step whose logits are kept, for prompt_logprobs
 SCORING_COPIES = 2  # of their logits as float32
 GRAPH_BYTES = GIB  # that captured graphs may keep of a GPU
+PROFILED_CPU_TOKENS = 16  # finds the layers; activations are not measured on a CPU
 FALLBACK_CONTEXT = 2048  # of a model that names no limit
 
 
@@ -56,7 +57,7 @@ def size(
     device: torch.device,
     say: Progress,
 ) -> tuple[Limits, Layers, Layers]:
-    """Run the models over the largest step, and give what is left to the cache."""
+    """Run the models, on a GPU over the largest step, and give what is left to the cache."""
     on_gpu = device.type == "cuda"
     max_num_seqs = config.max_num_seqs or (64 if on_gpu else 16)
     max_num_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 1024)
@@ -69,8 +70,9 @@ def size(
     max_drafts = config.speculative.num_drafts if config.speculative else 0
     say("profiling memory", 0, 0)
     vocab = vocab_size(target)
+    largest = min(max_num_tokens if on_gpu else PROFILED_CPU_TOKENS, context)
     layers, draft_layers = _profile(
-        [target.model] + ([draft.model] if draft else []), min(max_num_tokens, context), vocab
+        [target.model] + ([draft.model] if draft else []), largest, vocab
     )
     shapes = [*layers.values(), *draft_layers.values()]
     logits = max_num_seqs * (1 + max_drafts) * vocab * 4 * SAMPLING_COPIES
@@ -108,7 +110,7 @@ def _positions(loaded: LoadedModel) -> int:
 
 @torch.inference_mode()
 def _profile(models: list[Any], num_tokens: int, vocab_size: int) -> tuple[Layers, Layers]:
-    """Run every model once over the largest step; their layers."""
+    """Run every model once over some tokens; their layers."""
     found = [find_layers(model, num_tokens, vocab_size) for model in models]
     return found[0], found[1] if len(found) > 1 else {}
 

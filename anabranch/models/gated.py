@@ -7,7 +7,9 @@ from typing import cast
 import torch
 from torch import nn
 
+from anabranch.models.cpu_linear import CpuLinear
 from anabranch.models.join import JoinedLinears, JoinedPart
+from anabranch.models.packed_linear import PackedLinear
 from anabranch.models.row_linear import gated_linear
 
 TOLERANCE = 0.05  # of the largest output; the products of two 16-bit roundings stay far below
@@ -23,7 +25,10 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the separate projections would give."""
-        return self.down_proj(gated_linear(x, self.joined.linear.weight))
+        joined = self.joined.linear
+        if isinstance(joined, PackedLinear):
+            return self.down_proj(joined.gated(x))
+        return self.down_proj(gated_linear(x, joined.weight))
 
 
 @torch.inference_mode()
@@ -48,14 +53,17 @@ def _gated(block: nn.Module) -> GatedMLP | None:
     parts = [getattr(block, name, None) for name in ("gate_proj", "up_proj")]
     if not isinstance(joined, JoinedLinears) or joined.linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         return None
+    if isinstance(joined.linear, CpuLinear):
+        return None  # its products are faster than one for all that gates
     if not isinstance(down, nn.Linear) or not all(isinstance(part, JoinedPart) for part in parts):
         return None
     return GatedMLP(joined, down)
 
 
 def _agree(block: nn.Module, gated: GatedMLP) -> bool:
-    weight = gated.joined.linear.weight
-    x = torch.randn(1, 2, weight.shape[1], dtype=torch.float32).to(weight)
+    joined = gated.joined.linear
+    kind = next(joined.parameters())
+    x = torch.randn(1, 2, joined.in_features, dtype=torch.float32).to(kind)
     try:
         expected, actual = cast("torch.Tensor", block(x)), gated(x)
     except (TypeError, ValueError, RuntimeError):

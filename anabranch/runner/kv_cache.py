@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -50,8 +52,16 @@ def allocate_layers(
     for layer in layers:
         shape = (num_pages, page_size, layer.num_kv_heads)
         k, v = (
-            torch.zeros(*shape, dim, dtype=layer.dtype, device=device)
+            _zeros((*shape, dim), layer.dtype, device)
             for dim in (layer.head_dim_k, layer.head_dim_v)
         )
         caches.append(LayerCache(k, v))
     return caches
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU, memory that the system fills in page by page when it is first written."""
+    num_bytes = prod(shape) * dtype.itemsize
+    if device.type != "cpu" or not num_bytes:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from anabranch.kernels.cpu.waiting import CoreSharing
 from anabranch.runner.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
 from anabranch.runner.kv_cache import LayerCache
 from anabranch.runner.model_attention import Layers, bind_layers, running
@@ -50,12 +51,15 @@ class ModelRunner:
         self.prompt_graphs: Graphs[PromptKey] = Graphs()
         self._inputs = inputs
         self._unseen = unseen
+        self._cores = CoreSharing() if unseen.device.type == "cpu" else None
         self._layers = list(layers)
         self._slot = bind_layers(self._layers, caches)
 
     @torch.inference_mode()
     def run(self, step: Sequence[Scheduled]) -> StepLogits:
         """Logits of the rows that the step asks for."""
+        if self._cores is not None:
+            self._cores.observe()
         key = self._graph_key(step)
         layout = self._lay_out(step, every_row=key is not None)
         if key is not None:

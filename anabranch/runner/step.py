@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 
 from anabranch.append import append_kv
 from anabranch.attend import attend
+from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
 from anabranch.keys import KeySource
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
@@ -40,6 +41,10 @@ class Step:
     fused_merge: bool = True
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict[tuple[object, ...], Plan])
 
+    _in_place: dict[tuple[object, ...], bool] = field(
+        default_factory=dict[tuple[object, ...], bool]
+    )
+
     def __post_init__(self) -> None:
         before = slice(0, 0)
         for entry in self.entries:
@@ -60,6 +65,12 @@ class Step:
     ) -> torch.Tensor:
         """Keep the new keys, and attend from the new tokens to the keys of their entries."""
         first = self.entries[0]
+        if self._reads_pages(q, k, v, cache, softcap, sinks):
+            keys = cache.keys(first.page_table, first.seq_lens)
+            new = NewKeys(k, v, self.slot_mapping)
+            return attend_pages(
+                q, keys, first.cu_seqlens_q, causal=True, window=window, scale=scale, new=new
+            ).out
         append_kv(cache.keys(first.page_table, first.seq_lens), k, v, self.slot_mapping)
         outs: list[torch.Tensor] = []
         for _, places in groupby(range(len(self.entries)), lambda i: self.entries[i].tokens):
@@ -70,6 +81,31 @@ class Step:
                 states.append(self._state(q, place, keys, rules))
             outs.append(states[0].out if len(states) == 1 else merge(*states, with_lse=False))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def _reads_pages(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        cache: LayerCache,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+    ) -> bool:
+        """On a CPU, whether one kernel can keep the new keys and attend; asked once a step."""
+        if q.device.type != "cpu" or sinks is not None:
+            return False
+        shapes = (q.shape[1:], q.dtype, cache.k.shape, cache.v.shape, softcap)
+        known = self._in_place.get(shapes)
+        if known is None:
+            first = self.entries[0]
+            plain = len(self.entries) == 1 and first.causal and first.tree_mask is None
+            keys, starts = first.keys(k, v, cache), first.cu_seqlens_q
+            bounds = cast("list[int]", starts.tolist())  # pyright: ignore[reportUnknownMemberType]
+            options: Any = {"softcap": softcap, "tree_mask": None}
+            known = plain and reads_pages(q, keys, starts, bounds, **options)
+            known = known and self.slot_mapping.dtype == torch.int64
+            self._in_place[shapes] = known
+        return known and k.stride(-1) == v.stride(-1) == 1
 
     def _state(
         self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from anabranch.kernels.cuda.cache import build_once, read
+from anabranch.kernels.build_cache import build_once, read
 
 OPTIONS = ("--std=c++17",)
 

@@ -1,0 +1,177 @@
+/* Attention of few queries over a paged cache in float32: keys are read where they lie.
+   A task is a sequence, a kv head and a part of the keys; it makes the states of all rows that
+   read the head: queries of the sequence times heads of the group. */
+#include "vectors.h"
+
+#define BLOCK 64    /* keys at a time: they stay in the L1 cache for all rows */
+#define MAX_ROWS 64 /* of a task */
+#define MAX_DIM 256 /* of a head, a multiple of 16 */
+
+struct cache {
+  const float *data;
+  long page, row, head; /* strides */
+};
+
+struct call {
+  const float *q;
+  long q_token, q_head; /* strides */
+  struct cache k, v;
+  const int32_t *pages, *seq_lens, *starts; /* [seqs, page_columns], [seqs], [seqs + 1] */
+  float *out, *lse;                         /* [splits, tokens, heads, dim_v] and without dim_v */
+  long num_tokens, num_kv_heads, group, dim_k, dim_v, num_pages, page_columns, page_size;
+  long page_stride, num_splits, window;
+  int causal;
+  float scale;
+};
+
+struct states {
+  float max[MAX_ROWS], sum[MAX_ROWS], out[MAX_ROWS][MAX_DIM];
+};
+
+INLINE long least(long a, long b) { return a < b ? a : b; }
+INLINE long most(long a, long b) { return a > b ? a : b; }
+
+/* Whether all pages of a sequence are in the cache. */
+static int is_valid(const struct call *call, long seq) {
+  long count = (call->seq_lens[seq] + call->page_size - 1) / call->page_size;
+  if (count > call->page_columns) return 0;
+  const int32_t *pages = call->pages + seq * call->page_stride;
+  for (long i = 0; i < count; i++)
+    if (pages[i] < 0 || pages[i] >= call->num_pages) return 0;
+  return 1;
+}
+
+INLINE const float *find(const struct cache *cache, const int32_t *pages, long page_size, long key,
+                         long head) {
+  long page = pages[key / page_size];
+  return cache->data + page * cache->page + key % page_size * cache->row + head * cache->head;
+}
+
+INLINE float dot(const float *a, const float *b, long dim) {
+  vec sum = {0};
+  for (long i = 0; i < dim; i += LANES) sum += load(a + i) * load(b + i);
+  return sum_lanes(sum);
+}
+
+/* Take keys into the state of a row. Scores become weights, with room for 16 at a time. */
+static void take_in(struct states *states, long row, float *scores, const float *const *values,
+                    long count, long dim) {
+  vec peaks = splat(states->max[row]), sums = {0};
+  float *out = states->out[row];
+  for (long j = count; j % LANES; j++) scores[j] = -INFINITY;
+  for (long j = 0; j < count; j += LANES)
+    peaks = choose(load(scores + j) > peaks, load(scores + j), peaks);
+  float max = max_lanes(peaks);
+  for (long j = 0; j < count; j += LANES) {
+    vec weights = exp_lanes(load(scores + j) - max);
+    store(scores + j, weights);
+    sums += weights;
+  }
+  float sum = sum_lanes(sums);
+  float old = states->sum[row] > 0 ? expf(states->max[row] - max) : 0;
+  states->max[row] = max;
+  states->sum[row] = states->sum[row] * old + sum;
+  for (long i = 0; i < dim; i += LANES) {
+    vec part[2] = {load(out + i) * old, {0}}; /* two sums: additions overlap */
+    for (long j = 0; j + 1 < count; j += 2) {
+      part[0] += scores[j] * load(values[j] + i);
+      part[1] += scores[j + 1] * load(values[j + 1] + i);
+    }
+    if (count % 2) part[0] += scores[count - 1] * load(values[count - 1] + i);
+    store(out + i, part[0] + part[1]);
+  }
+}
+
+/* Take keys [first, stop) of a sequence, at most a block, into the states of all rows. */
+static void attend_block(const struct call *call, struct states *states, long seq, long head,
+                         long first, long stop) {
+  const int32_t *pages = call->pages + seq * call->page_stride;
+  long q_start = call->starts[seq], q_len = call->starts[seq + 1] - q_start;
+  const float *keys[BLOCK], *values[BLOCK];
+  float scores[BLOCK] = {0};
+  for (long key = first; key < stop; key++) {
+    keys[key - first] = find(&call->k, pages, call->page_size, key, head);
+    values[key - first] = find(&call->v, pages, call->page_size, key, head);
+  }
+  for (long row = 0; row < q_len * call->group; row++) {
+    long token = row / call->group, position = call->seq_lens[seq] - q_len + token;
+    long from = most(position - call->window + 1, first);
+    long to = call->causal ? least(position + 1, stop) : stop;
+    if (from >= to) continue;
+    const float *query = call->q + (q_start + token) * call->q_token +
+                         (head * call->group + row % call->group) * call->q_head;
+    for (long key = from; key < to; key++)
+      scores[key - from] = call->scale * dot(query, keys[key - first], call->dim_k);
+    take_in(states, row, scores, values + (from - first), to - from, call->dim_v);
+  }
+}
+
+static void attend_task(const struct call *call, long seq, long head, long split) {
+  struct states states;
+  long q_start = call->starts[seq], q_len = call->starts[seq + 1] - q_start, dim = call->dim_v;
+  long num_rows = q_len * call->group, seq_len = call->seq_lens[seq];
+  for (long row = 0; row < num_rows; row++) {
+    states.max[row] = -INFINITY, states.sum[row] = 0;
+    for (long i = 0; i < dim; i++) states.out[row][i] = 0;
+  }
+  long seen = most(seq_len - q_len - call->window + 1, 0), share = seq_len - seen;
+  long first = seen + share * split / call->num_splits;
+  long stop = seen + share * (split + 1) / call->num_splits;
+  for (; first < stop; first += BLOCK)
+    attend_block(call, &states, seq, head, first, least(first + BLOCK, stop));
+  for (long row = 0; row < num_rows; row++) {
+    long token = split * call->num_tokens + q_start + row / call->group;
+    long index = (token * call->num_kv_heads + head) * call->group + row % call->group;
+    float sum = states.sum[row];
+    call->lse[index] = sum > 0 ? states.max[row] + logf(sum) : -INFINITY;
+    for (long i = 0; i < dim; i++)
+      call->out[index * dim + i] = sum > 0 ? states.out[row][i] / sum : 0;
+  }
+}
+
+/* New rows of every token into a cache [num_pages, page_size, heads, dim]; 0, or 1 + a token
+   whose slot is not in it. Negative slots are skipped. */
+static long append(const float *rows, long token_stride, long head_stride, float *cache,
+                   const struct cache *strides, const int64_t *slots, long num_tokens,
+                   long num_heads, long dim, long num_pages, long page_size) {
+  for (long token = 0; token < num_tokens; token++) {
+    long slot = slots[token];
+    if (slot < 0) continue;
+    if (slot >= num_pages * page_size) return token + 1;
+    float *to = cache + slot / page_size * strides->page + slot % page_size * strides->row;
+    for (long head = 0; head < num_heads; head++)
+      for (long i = 0; i < dim; i++)
+        to[head * strides->head + i] = rows[token * token_stride + head * head_stride + i];
+  }
+  return 0;
+}
+
+/* Keep new keys where `slots` is given, then attend. Returns 0, or 1 + a sequence whose lengths or
+   pages are not valid, or -1 - a token whose slot is not. */
+long attend_pages(const float *q, float *k, float *v, const int32_t *pages,
+                  const int32_t *seq_lens, const int32_t *starts, const float *new_k,
+                  const float *new_v, const int64_t *slots, float *out, float *lse,
+                  const int64_t *sizes, float scale, int num_threads) {
+  const int64_t *s = sizes;
+  struct call call = {.q = q, .q_token = s[0], .q_head = s[1], .k = {k, s[2], s[3], s[4]},
+                      .v = {v, s[5], s[6], s[7]}, .pages = pages, .seq_lens = seq_lens,
+                      .starts = starts, .out = out, .lse = lse, .num_tokens = s[9],
+                      .num_kv_heads = s[10], .group = s[11], .dim_k = s[12], .dim_v = s[13],
+                      .num_pages = s[14], .page_columns = s[15], .page_stride = s[16],
+                      .page_size = s[17], .num_splits = s[18], .window = s[19],
+                      .causal = (int)s[20], .scale = scale};
+  long num_seqs = s[8], bad = 0;
+  if (slots) {
+    bad = append(new_k, s[21], s[22], k, &call.k, slots, s[9], s[10], s[12], s[14], s[17]);
+    if (!bad)
+      bad = append(new_v, s[23], s[24], v, &call.v, slots, s[9], s[10], s[13], s[14], s[17]);
+    if (bad) return -bad;
+  }
+  for (long seq = 0; seq < num_seqs; seq++)
+    if (!is_valid(&call, seq)) return seq + 1;
+#pragma omp parallel for collapse(3) schedule(dynamic) num_threads(num_threads)
+  for (long seq = 0; seq < num_seqs; seq++)
+    for (long head = 0; head < call.num_kv_heads; head++)
+      for (long split = 0; split < call.num_splits; split++) attend_task(&call, seq, head, split);
+  return 0;
+}

@@ -1,0 +1,124 @@
+"""Few queries over a paged cache on the CPU by a kernel of ours, without copying keys."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+from typing import NamedTuple, cast
+
+import torch
+
+from anabranch.kernels.cpu.native import native
+from anabranch.keys import PLAIN, KeySource, PagedKV
+from anabranch.state import AttentionState, merge_stacked
+
+LANES = 16  # head dims are multiples of it
+MAX_DIM = 256
+MAX_ROWS = 64  # queries of a sequence times heads of a group
+MAX_QUERIES = 8  # longer ones fill the tiles of torch's flash kernel
+MIN_SPLIT_KEYS = 256  # of one sequence; fewer are not worth a merge
+TASKS_PER_THREAD = 4
+NO_WINDOW = 1 << 40
+
+
+def reads_pages(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
+    keys: KeySource,
+    cu_seqlens_q: torch.Tensor,  # int32 [num_seqs + 1]
+    bounds: list[int],  # the same, on the host
+    *,
+    softcap: float | None,
+    tree_mask: torch.Tensor | None,
+) -> bool:
+    """Whether `attend_pages` can serve a call, and is the faster way to do it."""
+    view = keys.view()
+    is_plain = view.k.format == view.v.format == PLAIN
+    if keys.kind != PagedKV.kind or not is_plain or q.dtype != torch.float32 or not keys.num_seqs:
+        return False
+    keys = cast("PagedKV", keys)
+    if softcap is not None or tree_mask is not None:
+        return False
+    longest = max(stop - start for start, stop in pairwise(bounds))
+    dims = (q.shape[2], keys.v.shape[-1])
+    rows = (q, keys.k, keys.v, keys.page_table, keys.seq_lens, cu_seqlens_q)
+    return (
+        longest <= MAX_QUERIES
+        and longest * (q.shape[1] // keys.k.shape[2]) <= MAX_ROWS
+        and all(dim % LANES == 0 and dim <= MAX_DIM for dim in dims)
+        and all(x.stride(-1) == 1 for x in rows)
+        and native() is not None
+    )
+
+
+class NewKeys(NamedTuple):
+    """Keys and values of the step's own tokens, and where they are kept."""
+
+    k: torch.Tensor  # [num_tokens, num_kv_heads, head_dim_k]
+    v: torch.Tensor  # [num_tokens, num_kv_heads, head_dim_v]
+    slot_mapping: torch.Tensor  # int64 [num_tokens], negative = not kept
+
+
+def attend_pages(
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
+    keys: PagedKV,
+    cu_seqlens_q: torch.Tensor,  # int32 [num_seqs + 1]
+    *,
+    causal: bool,
+    window: int | None,
+    scale: float,
+    new: NewKeys | None = None,  # written to the pages first
+) -> AttentionState:
+    """The state of every query; rows of no sequence are empty."""
+    num_tokens, num_heads = q.shape[:2]
+    num_tasks = len(keys.seq_lens) * keys.k.shape[2]
+    num_splits = select_splits(int(keys.seq_lens.max()), num_tasks)
+    out = q.new_zeros(num_splits, num_tokens, num_heads, keys.v.shape[-1])
+    lse = q.new_full((num_splits, num_tokens, num_heads), -torch.inf)
+    limit = NO_WINDOW if window is None else window
+    sizes = _sizes(q, keys, new, num_splits, limit, causal)
+    pointers = (q, keys.k, keys.v, keys.page_table, keys.seq_lens, cu_seqlens_q)
+    status = native().attend_pages(
+        *(each.data_ptr() for each in pointers),
+        *((None, None, None) if new is None else (each.data_ptr() for each in new)),
+        out.data_ptr(),
+        lse.data_ptr(),
+        (ctypes.c_int64 * len(sizes))(*sizes),
+        scale,
+        torch.get_num_threads(),
+    )
+    _check_status(status, keys)
+    states = AttentionState(out, lse)
+    return AttentionState(out[0], lse[0]) if num_splits == 1 else merge_stacked(states)
+
+
+def _sizes(
+    q: torch.Tensor, keys: PagedKV, new: NewKeys | None, num_splits: int, window: int, causal: bool
+) -> tuple[int, ...]:
+    """Strides and sizes in the order in which the kernel reads them."""
+    num_tokens, num_heads, dim_k = q.shape
+    num_kv_heads, dim_v = keys.v.shape[2:]
+    return (
+        *(*q.stride()[:2], *keys.k.stride()[:3], *keys.v.stride()[:3]),
+        *(len(keys.seq_lens), num_tokens, num_kv_heads, num_heads // num_kv_heads, dim_k, dim_v),
+        *(len(keys.k), keys.page_table.shape[1], keys.page_table.stride(0), keys.page_size),
+        *(num_splits, window, causal),
+        *((0, 0, 0, 0) if new is None else (*new.k.stride()[:2], *new.v.stride()[:2])),
+    )
+
+
+def _check_status(status: int, keys: PagedKV) -> None:
+    if status > 0:
+        seq = status - 1
+        raise IndexError(
+            f"sequence {seq} of {int(keys.seq_lens[seq])} keys has pages outside the cache of "
+            f"{len(keys.k)} pages, or more keys than its row of the page table holds"
+        )
+    if status < 0:
+        slots = len(keys.k) * keys.page_size
+        raise IndexError(f"token {-status - 1} has a slot outside the {slots} of the cache")
+
+
+def select_splits(longest: int, num_tasks: int) -> int:
+    """Into how many parts to cut the keys of every sequence, so that all threads have work."""
+    wanted = TASKS_PER_THREAD * torch.get_num_threads() // max(num_tasks, 1)
+    return max(min(wanted, longest // MIN_SPLIT_KEYS), 1)

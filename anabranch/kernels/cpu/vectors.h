@@ -1,0 +1,54 @@
+/* Vectors of 16 floats in the compiler's own notation: AVX-512, AVX2 and NEON from one source. */
+#include <math.h>
+#include <stdint.h>
+
+#define LANES 16
+#define MIN_PARALLEL 65536 /* elements of simple work from which a second thread pays */
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
+
+INLINE vec load(const float *from) { return *(const vec *)from; }
+INLINE void store(float *to, vec value) { *(vec *)to = value; }
+INLINE vec splat(float value) { return value - (vec){0}; }
+
+INLINE vec choose(ivec condition, vec yes, vec no) {
+  return (vec)((condition & (ivec)yes) | (~condition & (ivec)no));
+}
+
+typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
+typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
+
+INLINE float sum_lanes(vec v) {
+  vec8 eight = *(vec8 *)&v + *((vec8 *)&v + 1);
+  vec4 four = *(vec4 *)&eight + *((vec4 *)&eight + 1);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+INLINE float max_lanes(vec v) {
+  float max = v[0];
+  for (int i = 1; i < LANES; i++) max = v[i] > max ? v[i] : max;
+  return max;
+}
+
+/* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where the series up to r^7 is exact to 1e-8.
+   Below -87 the result is the smallest normal number, above 88 a large one. */
+INLINE vec exp_lanes(vec x) {
+  const float log2_e = 1.44269504f, ln2_high = 0.693145752f, ln2_low = 1.42860677e-6f;
+  x = choose(x < -87.f, splat(-87.f), x);
+  x = choose(x > 88.f, splat(88.f), x);
+  vec half = choose(x < 0.f, splat(-.5f), splat(.5f));
+  ivec n = __builtin_convertvector(x * log2_e + half, ivec);
+  vec whole = __builtin_convertvector(n, vec);
+  vec r = x - whole * ln2_high - whole * ln2_low;
+  vec p = splat(1.f / 5040);
+  p = p * r + 1.f / 720;
+  p = p * r + 1.f / 120;
+  p = p * r + 1.f / 24;
+  p = p * r + 1.f / 6;
+  p = p * r + .5f;
+  p = p * r + 1.f;
+  p = p * r + 1.f;
+  return p * (vec)((n + 127) << 23);
+}
