@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.append import append_kv
 from anabranch.attend import attend
-from anabranch.keys import DenseKV, PagedKV, RaggedKV
+from anabranch.keys import DenseKV, LatentKV, PagedKV, RaggedKV
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
 from anabranch.state import AttentionState
@@ -18,6 +18,7 @@ __all__ = [
     "LLM",
     "AttentionState",
     "DenseKV",
+    "LatentKV",
     "PagedKV",
     "Plan",
     "RaggedKV",

@@ -3,10 +3,12 @@
 from anabranch.keys.columns import KeyColumns
 from anabranch.keys.dense import DenseKV
 from anabranch.keys.kinds import KINDS, flatten_source, rebuild_source
+from anabranch.keys.latent import LatentKV
 from anabranch.keys.paged import PagedKV
+from anabranch.keys.pages import PagedSource
 from anabranch.keys.ragged import RaggedKV
 from anabranch.keys.source import KeyLengths, KeySource
-from anabranch.keys.view import PLAIN, KeyStore, KeyView, StoreFormat, store_of
+from anabranch.keys.view import PLAIN, KeyStore, KeyView, ScaleStore, StoreFormat, store_of
 
 __all__ = [
     "KINDS",
@@ -17,8 +19,11 @@ __all__ = [
     "KeySource",
     "KeyStore",
     "KeyView",
+    "LatentKV",
     "PagedKV",
+    "PagedSource",
     "RaggedKV",
+    "ScaleStore",
     "StoreFormat",
     "flatten_source",
     "rebuild_source",
