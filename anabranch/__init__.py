@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from anabranch.attend import attend
     from anabranch.cascade import Cascade, attend_cascade, make_cascade
     from anabranch.engine.llm import LLM
-    from anabranch.keys import DenseKV, PagedKV, RaggedKV, SelectedKV
+    from anabranch.keys import DenseKV, LatentKV, PagedKV, RaggedKV, SelectedKV
     from anabranch.merge import merge
     from anabranch.plan import Plan, make_plan
     from anabranch.sampling.params import SamplingParams
@@ -31,6 +31,7 @@ __all__ = [
     "Cascade",
     "DenseKV",
     "DraftTree",
+    "LatentKV",
     "PageBounds",
     "PagedKV",
     "Plan",
@@ -57,7 +58,7 @@ _NAMES = {
     "attend": ["attend"],
     "cascade": ["Cascade", "attend_cascade", "make_cascade"],
     "engine.llm": ["LLM"],
-    "keys": ["DenseKV", "PagedKV", "RaggedKV", "SelectedKV"],
+    "keys": ["DenseKV", "LatentKV", "PagedKV", "RaggedKV", "SelectedKV"],
     "merge": ["merge"],
     "plan": ["Plan", "make_plan"],
     "sampling.params": ["SamplingParams"],

@@ -8,7 +8,7 @@ from types import ModuleType
 
 import torch
 
-from anabranch.keys import PagedKV
+from anabranch.keys import PagedSource, flatten_source, rebuild_source
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 
 # Asked in this order; without a name, the first that can run on a device does.
@@ -19,52 +19,66 @@ WRITERS = {
 
 
 def append_kv(
-    keys: PagedKV,
+    keys: PagedSource,
     k: torch.Tensor,
-    v: torch.Tensor,
+    v: torch.Tensor | None,
     slot_mapping: torch.Tensor,
     *,
+    saturated: torch.Tensor | None = None,
     check: bool = False,
     impl: str | None = None,
 ) -> None:
-    """Write new tokens into the pages of `keys`, in place.
+    """Write new tokens into the pages of `keys`, a PagedKV or LatentKV, in place and in its format.
 
-    k, v          [num_tokens, num_kv_heads, head_dim], of any strides
+    k, v          [num_tokens, num_kv_heads, head_dim], of any strides; for LatentKV, k is the rows
+                  [num_tokens, head_dim_k] and v is None
     slot_mapping  int32 or int64 [num_tokens]: page * page_size + row, or a negative number for a
                   token that is not to be written; no slot twice
+    saturated     int32 [1], to which the number of elements is added that a quantised format could
+                  not hold: infinities and what exceeds a fixed scale get the largest code, NaN
+                  the code of 0
     check         also validate the slots, which waits for the device
     impl          "torch" or "triton"; by default the device decides
 
     The page table and the lengths of `keys` are neither read nor written.
     """
-    _check(keys, k, v, slot_mapping)
+    new = keys.new_rows(k, v)
+    _check(keys, {"k": k, "v": v}, slot_mapping, saturated)
     if check:
         check_slots(keys, slot_mapping)
     if torch.compiler.is_compiling():
-        torch.ops.anabranch.append_kv(keys.k, keys.v, k, v, slot_mapping, impl)
+        torch.ops.anabranch.append_kv(
+            *flatten_source(keys), list(new), slot_mapping, saturated, impl
+        )
     else:
-        _append_kv(keys.k, keys.v, k, v, slot_mapping, impl)
+        _append_kv(keys, new, slot_mapping, saturated, impl)
 
 
-def _check(keys: PagedKV, k: torch.Tensor, v: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+def _check(
+    keys: PagedSource,
+    new: dict[str, torch.Tensor | None],
+    slot_mapping: torch.Tensor,
+    saturated: torch.Tensor | None,
+) -> None:
     sizes = Sizes()
-    sizes.match("keys.k", keys.k, "num_pages page_size num_kv_heads head_dim_k")
-    sizes.match("keys.v", keys.v, "num_pages page_size num_kv_heads head_dim_v")
-    sizes.match("k", k, "num_tokens num_kv_heads head_dim_k")
-    sizes.match("v", v, "num_tokens num_kv_heads head_dim_v")
+    for name, rows in new.items():
+        if rows is None:
+            continue
+        sizes.bind("num_tokens", rows.shape[0], name)
+        if rows.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name} requires grad; append_kv is for inference, detach it")
     sizes.match("slot_mapping", slot_mapping, "num_tokens")
     check_dtype("slot_mapping", slot_mapping, (torch.int32, torch.int64))
-    check_device("slot_mapping", slot_mapping, keys.k.device)
-    for name, new in (("k", k), ("v", v)):
-        check_dtype(name, new, (keys.k.dtype,))
-        check_device(name, new, keys.k.device)
-        if new.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires grad; append_kv is for inference, detach it")
+    check_device("slot_mapping", slot_mapping, keys.device)
+    if saturated is not None:
+        sizes.match("saturated", saturated, "1")
+        check_dtype("saturated", saturated, (torch.int32,))
+        check_device("saturated", saturated, keys.device)
 
 
-def check_slots(keys: PagedKV, slot_mapping: torch.Tensor) -> None:
+def check_slots(keys: PagedSource, slot_mapping: torch.Tensor) -> None:
     """Validate slots that lie in device memory, naming the token that is wrong. Synchronises."""
-    num_slots = keys.k.shape[0] * keys.page_size
+    num_slots = keys.num_pages * keys.page_size
     owners: dict[int, int] = {}
     for token, slot in enumerate(read_index(slot_mapping)):
         if slot >= num_slots:
@@ -74,16 +88,15 @@ def check_slots(keys: PagedKV, slot_mapping: torch.Tensor) -> None:
 
 
 def _append_kv(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    keys: PagedSource,
+    new: tuple[torch.Tensor, ...],
     slot_mapping: torch.Tensor,
+    saturated: torch.Tensor | None,
     impl: str | None,
 ) -> None:
-    writer = _load_writer(impl, k_cache.device)
-    if k.shape[0]:
-        writer.append_kv(k_cache, v_cache, k, v, slot_mapping)
+    writer = _load_writer(impl, keys.device)
+    if slot_mapping.shape[0]:
+        writer.append_kv(keys.stores(), new, slot_mapping, saturated)
 
 
 @cache
@@ -99,16 +112,19 @@ def _load_writer(impl: str | None, device: torch.device) -> ModuleType:
     return module
 
 
-@torch.library.custom_op("anabranch::append_kv", mutates_args=("k_cache", "v_cache"))
+@torch.library.custom_op("anabranch::append_kv", mutates_args=("key_tensors", "saturated"))
 def _append_kv_op(
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
+    kind: str,
+    key_tensors: list[torch.Tensor],
+    key_static: list[int],
+    new: list[torch.Tensor],
     slot_mapping: torch.Tensor,
+    saturated: torch.Tensor | None,
     impl: str | None,
 ) -> None:
-    _append_kv(k_cache, v_cache, k, v, slot_mapping, impl)
+    keys = rebuild_source(kind, key_tensors, key_static)
+    assert isinstance(keys, PagedSource)
+    _append_kv(keys, tuple(new), slot_mapping, saturated, impl)
 
 
 @_append_kv_op.register_fake  # pyright: ignore[reportUnknownMemberType]

@@ -52,6 +52,8 @@ class CallShape(NamedTuple):
     head_dim_k: int
     head_dim_v: int
     page_size: int
+    k_format: str
+    v_format: str
     device: torch.device
 
 
@@ -71,5 +73,7 @@ def shape_of(call: AttendCall) -> CallShape:
         head_dim_k,
         keys.head_dim_v,
         keys.page_size,
+        call.view.k.format.name,
+        call.view.v.format.name,
         q.device,
     )

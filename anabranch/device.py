@@ -32,6 +32,16 @@ def has_overlap(device: torch.device) -> bool:
     return capability(device) >= (9, 0)
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether kernels can convert float8_e4m3fn: NVIDIA's GPUs since Ada."""
+    return capability(device) >= (8, 9)
+
+
+def has_tensor_memory(device: torch.device) -> bool:
+    """Whether accumulators lie in a memory of their own: NVIDIA's data-center Blackwell."""
+    return capability(device)[0] == 10
+
+
 @cache
 def shared_memory(device: torch.device) -> tuple[int, int]:
     """Bytes that one program, and all programs of a processor, may use."""

@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from tolerance import assert_state_close
 
-from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, reference
+from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, append_kv, reference
 from anabranch.call import AttendCall
-from anabranch.kernels.cpu.append_kv import append_kv
-from anabranch.keys import KeySource
+from anabranch.keys import KeySource, LatentKV, PagedSource
+from anabranch.keys.formats import empty_store
 from anabranch.queries import Queries
 from anabranch.rules import Rules
 
 DIMS = [(40, 40), (64, 64), (192, 128), (128, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNUSED_PAGE = 1 << 30  # reading it would fault
+FP8_SCALE = 0.02  # covers numbers up to 9
 SOURCES = ["dense", "ragged", "paged", "paged in order", "paged by heads", "paged k|v"]
 
 
@@ -41,6 +42,7 @@ class Case:
     tree_width: int | None = None
     padding: int = 2  # tokens of no sequence
     scale: float | None = None
+    formats: tuple[str, str] = ("plain", "plain")  # of keys and values, or of latent rows
     device: str = "cpu"
 
 
@@ -87,18 +89,46 @@ def make_keys(case: Case) -> KeySource:
             dense.k[seq, :length], dense.v[seq, :length] = k[seq], v[seq]
         return dense
     num_pages = [ceil(length / case.page_size) for length in lens]
-    k_cache, v_cache = make_cache(case, sum(num_pages) + 2)
-    pages = torch.randperm(len(k_cache)).int().to(case.device)
+    total = sum(num_pages) + 2
+    pages = torch.randperm(total).int().to(case.device)
     if case.source == "paged in order":
-        pages = integers(case, range(1, len(k_cache)))
+        pages = integers(case, range(1, total))
     table = integers(case, [[UNUSED_PAGE] * (max(num_pages) + 1)] * len(lens))
+    keys = make_pages(case, total, table, seq_lens)
     for seq, length in enumerate(lens):
         own = pages[sum(num_pages[:seq]) :][: num_pages[seq]]
         table[seq, : len(own)] = own
         rows = torch.arange(length, device=case.device)
         slots = own[rows // case.page_size] * case.page_size + rows % case.page_size
-        append_kv(k_cache, v_cache, k[seq], v[seq], slots)
-    return PagedKV(k_cache, v_cache, table, seq_lens)
+        new = (k[seq][:, 0], None) if case.source == "latent" else (k[seq], v[seq])
+        append_kv(keys, *new, slots)
+    return keys
+
+
+def make_pages(
+    case: Case, num_pages: int, table: torch.Tensor, seq_lens: torch.Tensor
+) -> PagedSource:
+    """A cache in which everything is poison."""
+    if case.formats == ("plain", "plain") and case.source != "latent":
+        return PagedKV(*make_cache(case, num_pages), table, seq_lens)
+    stores = []
+    for name, dim in zip(case.formats, case.dims, strict=True):
+        heads = 1 if case.source == "latent" else case.num_kv_heads
+        shape = (num_pages, case.page_size, heads, dim)
+        codes, scales = empty_store(name, shape, case.dtype, torch.device(case.device))
+        codes.view(torch.uint8).fill_(255)  # NaN of float8, and of the others
+        if name == "fp8_tensor":
+            scales.fill_(FP8_SCALE)
+        elif scales is not None:
+            scales.fill_(torch.nan)
+        stores.append((codes, scales))
+    (k, k_scales), (v, v_scales) = stores
+    if case.source == "latent":
+        scales = k_scales
+        if scales is not None and scales.dim() > 1:
+            scales = scales[:, :, 0]
+        return LatentKV(k[:, :, 0], table, seq_lens, case.dims[1], scales, case.dtype)
+    return PagedKV(k, v, table, seq_lens, k_scales, v_scales, case.dtype)
 
 
 def make_inputs(case: Case, seed: int) -> tuple[torch.Tensor, KeySource, dict[str, Any]]:
@@ -163,10 +193,19 @@ def torch_attention(
     return state
 
 
+def gathered(keys: KeySource, which: int) -> list[torch.Tensor]:
+    """The keys (0) or values (1) of every sequence."""
+    return [keys.gather(seq)[which] for seq in range(keys.num_seqs)]
+
+
+def largest(tensors: list[torch.Tensor]) -> float:
+    """The largest absolute value, NaN aside; 0 where there is none."""
+    return max([0.0, *(x.nan_to_num().abs().amax().item() for x in tensors if x.numel())])
+
+
 def score_rounding(q: torch.Tensor, keys: KeySource, scale: float) -> float:
     """How far a float32 sum of products may be off in another order, by Cauchy-Schwarz."""
-    lengths = [x.float().nan_to_num().norm(dim=-1).flatten() for x in (q, keys.k)]
-    longest = [torch.cat([x, x.new_zeros(1)]).amax().item() for x in lengths]
+    longest = [largest([x.float().norm(dim=-1) for x in rows]) for rows in ([q], gathered(keys, 0))]
     return torch.finfo(torch.float32).eps * longest[0] * longest[1] * scale
 
 
@@ -183,11 +222,11 @@ def assert_right(
     expected = AttentionState(*(x.cpu() for x in expected))
     by_torch = AttentionState(*(x.cpu() for x in torch_attention(q, keys, options)))
     rounding = score_rounding(q, keys, options["scale"])
-    largest = torch.cat([keys.v.flatten().nan_to_num().abs(), keys.v.new_zeros(1)]).amax().item()
+    highest_value = largest(gathered(keys, 1))
     eps = torch.finfo(q.dtype).eps
     # torch rounds scores to the dtype of the inputs, and with it an LSE of one key
     highest = expected.lse.nan_to_num(0.0, 0.0, 0.0).abs().flatten().tolist()
-    roundings = (largest * (eps + rounding), max([0.0, *highest]) * eps / 4 + rounding)
+    roundings = (highest_value * (eps + rounding), max([0.0, *highest]) * eps / 4 + rounding)
     off = []
     for right, theirs, least in zip(expected, by_torch, roundings, strict=True):
         errors = (theirs.double() - right).nan_to_num(0.0, 0.0, 0.0).abs().flatten()

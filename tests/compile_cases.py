@@ -19,7 +19,7 @@ from configurations import every_attend_config
 from hot_loop import serialised, waits_after_exponentials
 
 from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
-from anabranch.kernels.config import AttendConfig, fit_shared_memory
+from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
 from anabranch.kernels.gluon.config import hopper_constants, pack_of, select_tiles
 from anabranch.kernels.gluon.launch import attend as gluon_attend
 from anabranch.kernels.gluon.order import order, order_size
@@ -34,7 +34,8 @@ from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.schedule import schedule
 from anabranch.kernels.triton.schedule_layout import schedule_size
 from anabranch.kernels.triton.share_pages import share_pages
-from anabranch.keys import PLAIN, DenseKV, PagedKV, SelectedKV
+from anabranch.keys import PLAIN, DenseKV, LatentKV, PagedKV, SelectedKV, store_of
+from anabranch.keys.formats import FORMATS, empty_store, encoded_store
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -46,16 +47,10 @@ SCRATCH = Parts(meta(1024), meta(1024), ints(1024))
 
 
 def program_of(config: AttendConfig, dims: tuple[int, int], **given: object) -> AttendProgram:
+    shape = {"causal": True, "group": 4, "num_kv_heads": 8}
+    formats = {"k_format": PLAIN, "v_format": PLAIN}
     return attend_program(
-        config,
-        causal=True,
-        group=4,
-        num_kv_heads=8,
-        head_dim_k=dims[0],
-        head_dim_v=dims[1],
-        k_format=PLAIN,
-        v_format=PLAIN,
-        **given,
+        config, head_dim_k=dims[0], head_dim_v=dims[1], **(shape | formats | given)
     )
 
 
@@ -80,6 +75,53 @@ def launch_attend(
     q = meta(64, 32, dims[0], dtype=dtype)
     view = keys.view()._replace(log_weights=meta(64, 16) if weighted else None)
     attend(q, view, rules, state, ints(1024), SCRATCH, program)
+
+
+def launch_stored(
+    rows: int, format_name: str, shared_memory: int, *, latent: bool, one_tile: bool = True
+) -> None:
+    """Decode over latent rows or pages of 32/8 heads in a format, in the tiles selected for it."""
+    dims, num_kv_heads = ((576, 512), 1) if latent else ((128, 128), 8)
+    stores = [
+        empty_store(format_name, (64, 16, num_kv_heads, dim), BRAIN, torch.device("meta"))
+        for dim in dims
+    ]
+    (k, k_scales), (v, v_scales) = stores
+    if latent:
+        scales = None if k_scales is None else k_scales[:, :, 0]
+        keys = LatentKV(k[:, :, 0], ints(64, 16), ints(64), dims[1], scales, BRAIN)
+    else:
+        keys = PagedKV(k, v, ints(64, 16), ints(64), k_scales, v_scales, BRAIN)
+    view = keys.view()
+    config = select_attend(
+        rows_per_seq=rows, num_pairs=512, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
+        latent=latent, scaling=view.k.format.scaling,
+    )  # fmt: skip
+    shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
+    config = fit_shared_memory(config, *shape, per_program=shared_memory, per_sm=shared_memory)
+    recent = shared_memory >= 227 * 1024
+    program = program_of(
+        config, dims, page_size=16, num_programs=132, group=rows, num_kv_heads=num_kv_heads,
+        k_format=view.k.format, v_format=view.v.format, values_in_keys=view.values_in_keys,
+        overlap=recent, native_fp8=recent,
+    )  # fmt: skip
+    num_heads = rows * num_kv_heads
+    state = AttentionState(meta(64, num_heads, dims[1], dtype=BRAIN), meta(64, num_heads))
+    q = meta(64, num_heads, dims[0], dtype=BRAIN)
+    rules = Rules(causal=True, scale=0.1)
+    attend(q, view, rules, state, ints(1024), SCRATCH, program)
+
+
+def stored_cases(shared_memory: int) -> Iterator[Case]:
+    """Latent rows by how many heads read them, and every format."""
+    for rows in (16, 32, 64):
+        call = partial(launch_stored, rows, "plain", shared_memory, latent=True)
+        yield f"decode latent, {rows} rows", call
+        if rows == 64:
+            yield f"decode latent, {rows} rows, values copied", partial(call, one_tile=False)
+    yield "decode latent q8_0", partial(launch_stored, 16, "q8_0", shared_memory, latent=True)
+    for name in ("fp8", "int8", "q8_0"):
+        yield f"decode {name}", partial(launch_stored, 4, name, shared_memory, latent=False)
 
 
 def attend_cases(shared_memory: int) -> Iterator[Case]:
@@ -107,6 +149,7 @@ def attend_cases(shared_memory: int) -> Iterator[Case]:
         yield f"{kind} with a merge apart", apart
     weighted = partial(launch_attend, short, (128, 128), BRAIN, plain, shared_memory, weighted=True)
     yield "decode with log-weights", weighted
+    yield from stored_cases(shared_memory)
 
 
 def gluon_cases(_: int) -> Iterator[Case]:
@@ -254,12 +297,23 @@ def append_kv_cases(_: int) -> Iterator[Case]:
         caches = (torch.empty(*shape, dim, dtype=dtype, device="meta") for dim in dims)
         views = (cache.transpose(1, 2) if by_heads else cache for cache in caches)
         new = (torch.empty(64, 8, dim, dtype=dtype, device="meta") for dim in dims)
-        return append_kv(*views, *new, torch.empty(64, dtype=slots, device="meta"))
+        slot_mapping = torch.empty(64, dtype=slots, device="meta")
+        return append_kv(tuple(map(store_of, views)), tuple(new), slot_mapping, None)
 
     for dims in ((64, 64), (72, 72), (128, 128), (192, 128), (256, 256)):
         yield f"bfloat16, {dims[0]}/{dims[1]}", partial(launch, dims, half, torch.int32, False)
     yield "bfloat16, by heads", partial(launch, (128, 128), half, torch.int64, True)
     yield "float32", partial(launch, (128, 128), single, torch.int64, False)
+
+    def launch_format(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> object:
+        store = encoded_store("k", *empty_store(name, (4, 16, *shape), dtype, torch.device("meta")))
+        new, slots = meta(64, *shape, dtype=dtype), torch.empty(64, dtype=torch.int64).to("meta")
+        return append_kv((store,), (new,), slots, ints(1))
+
+    for name in FORMATS:
+        yield f"{name}, latent", partial(launch_format, name, (1, 576), half)
+    for name in ("fp8", "q8_0"):
+        yield f"{name}, float32", partial(launch_format, name, (8, 128), single)
 
 
 def merge_cases(_: int) -> Iterator[Case]:

@@ -7,7 +7,7 @@ import torch
 from cases import SOURCES, Case, integers, make_cache, poisoned
 
 from anabranch.append import append_kv
-from anabranch.keys import PagedKV
+from anabranch.keys import PagedKV, flatten_source
 
 NUM_PAGES = 4
 every_implementation = pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_compiled_whole(impl: str, device: str, source: str) -> None:
 def test_operator_is_as_it_says() -> None:
     case = Case()
     keys, slots = empty_keys(case), some_slots(case, 9, torch.int64)
-    arguments = (keys.k, keys.v, *new_tokens(case, 9), slots, "torch")
+    arguments = (*flatten_source(keys), list(new_tokens(case, 9)), slots, None, "torch")
     torch.library.opcheck(torch.ops.anabranch.append_kv.default, arguments)
 
 

@@ -31,6 +31,9 @@ SPILLS = {
         "prefill": 256,
         "prefill 256/256 bfloat16": 448,  # an accumulator of 128 x 256 leaves no registers
         "prefill with window": 512,
+        "decode latent": 16,
+        "decode latent, 64 rows": 800,  # an accumulator of 64 x 512; 60 loads in the loop
+        "decode latent q8_0": 640,
     },
     # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
     (HOPPER, "sm_90"): {"": 128, "every rule": 512, "256": 512},
@@ -38,6 +41,8 @@ SPILLS = {
     **{(ATTEND, target): {"": 1 << 14} for target in ("sm_80", "sm_100", "gfx942")},
     (MERGE_PARTS, "sm_100"): {"short": 8},
 }
+# Tiles that are never selected there: values that are columns of keys have to be copied.
+UNUSED = {("sm_100", "decode latent, 64 rows")}
 # Kernels that are launched while the one ahead ends, on GPUs that can.
 OVERLAPPED = {
     (kernel, target)
@@ -96,6 +101,8 @@ def test_kernels_fit(module: str, target: str, tmp_path: Path) -> None:
     limits, cases = TARGETS[target], compiled(module, target, tmp_path)
     assert {case["kernel"] for case in cases} == MODULES[module]
     for case in cases:
+        if (target, case["case"]) in UNUSED:
+            continue
         assert case["spills"] <= allowed_spills(module, target, case["case"]), case
         assert 0 < case["registers"] <= limits.registers, case
         assert case["shared_bytes"] <= limits.shared_bytes, case

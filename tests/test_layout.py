@@ -42,6 +42,7 @@ KERNELS_READ = {
     "state",
     "shapes",
     "keys",
+    "keys.formats",
     "rules",
     "call",
     "device",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+WIDE = 256  # columns beyond which queries alone may fill a GPU's shared memory
+
 
 def power_of_two(size: int) -> int:
     return 1 << (size - 1).bit_length()
@@ -57,9 +59,13 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
 
 
 def shared_bytes(config: AttendConfig, head_dim_k: int, head_dim_v: int, itemsize: int) -> int:
-    """Shared memory of one program: tiles under way, queries, weights, a little for barriers."""
+    """Shared memory of one program: tiles under way, queries, weights, a little for barriers.
+
+    `head_dim_v` is 0 where values are columns of the keys.
+    """
     dim_k = sum(split_head_dim(head_dim_k))
-    tiles = config.num_stages * config.block_n * (dim_k + max(16, power_of_two(head_dim_v)))
+    dim_v = max(16, power_of_two(head_dim_v)) if head_dim_v else 0
+    tiles = config.num_stages * config.block_n * (dim_k + dim_v)
     weights = config.block_m * config.block_n if config.keys_first else 0
     return itemsize * (tiles + config.block_m * dim_k + weights) + 1536
 
@@ -73,13 +79,18 @@ def fit_shared_memory(
     per_program: int,
     per_sm: int,
 ) -> AttendConfig:
-    """The configuration with fewer stages, shorter tiles and fewer workers, as a GPU needs it."""
+    """The configuration with fewer stages, smaller tiles and fewer workers, as a GPU needs it."""
     shape = (head_dim_k, head_dim_v, itemsize)
     while shared_bytes(config, *shape) > per_program:
         if config.num_stages > 2:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > 16:
             config = replace(config, block_n=config.block_n // 2)
+        elif config.num_stages > 1 and head_dim_k > WIDE:
+            config = replace(config, num_stages=1)
+        elif config.block_m > 16 and head_dim_k > WIDE:
+            rows = config.block_m // 2
+            config = replace(config, block_m=rows, merge_rows=min(config.merge_rows, rows))
         else:
             break
     workers = min(config.workers_per_sm, per_sm // shared_bytes(config, *shape))
@@ -94,16 +105,23 @@ def select_attend(
     head_dim_v: int,
     itemsize: int,
     window: int | None = None,
+    latent: bool = False,
+    scaling: str = "none",
 ) -> AttendConfig:
     """Tiles by how many query rows (tokens times group) a sequence has on average.
 
-    `num_pairs` is sequences times kv heads. Microseconds are medians on an H200, bfloat16, 32/8
-    heads of 128 unless said otherwise.
+    `num_pairs` is sequences times kv heads; with `latent`, values are columns of keys; `scaling` is
+    that of the store format whose scales are finer. Microseconds are medians on an H200, bfloat16,
+    32/8 heads of 128 unless said otherwise.
     """
     head_dim = max(head_dim_k, head_dim_v)
+    if head_dim > WIDE:
+        return _select_wide(rows_per_seq, itemsize, latent)
     if itemsize == 4:
         rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
         return AttendConfig(rows, 32, num_warps=4, num_stages=2, workers_per_sm=1)
+    if scaling != "none" and (rows_per_seq <= 32 or rows_per_seq > 64):
+        return _select_decoding(rows_per_seq, head_dim, scaling)
     if rows_per_seq <= 32:
         return _select_short(16 if rows_per_seq <= 16 else 32, rows_per_seq, num_pairs, head_dim)
     if rows_per_seq <= 64:
@@ -129,6 +147,36 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
         return AttendConfig(rows, 64, 4, 3, 2, merge_rows=32, merge_batch=4)
     # 8 x 8192: 69.1 against 69.9 at a price of 2, 4 tokens 71.6 against 72.2
     return config(64, 4, 3, 2, **merge, block_price=4)
+
+
+def _select_decoding(rows_per_seq: float, head_dim: int, scaling: str) -> AttendConfig:
+    """Quantised keys: decoding takes issue slots, so tiles have few instructions for each key.
+
+    A loop over 64 keys of 128 int8 columns has 810 instructions in tiles of 128 keys, 1270 in
+    transposed tiles of 64; at the full speed of memory there is time for 850.
+    """
+    if rows_per_seq > 64:
+        warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
+        return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
+    rows = 16 if rows_per_seq <= 16 else 32
+    config = partial(AttendConfig, rows, merge_rows=4, merge_batch=8 if head_dim <= 128 else 4)
+    if head_dim > 128:
+        return config(32, 4, 3, 2 if rows == 16 else 1)
+    if scaling == "block":
+        return config(64, 4, 3, 2, keys_first=True)
+    return config(128, 4, 3, 2) if rows == 16 else config(64, 4, 3, 2)
+
+
+def _select_wide(rows_per_seq: float, itemsize: int, latent: bool) -> AttendConfig:
+    """More than 256 columns: 64 rows with float32 sums of 512 columns fill the registers."""
+    merge = {"merge_rows": 4, "merge_batch": 4, "whole_rows": 2048}
+    if itemsize == 4:
+        return AttendConfig(16, 16, 4, 2, 1, **merge)
+    if rows_per_seq <= 16:
+        return AttendConfig(16, 32, 4, 3, 2 if latent else 1, keys_first=True, **merge)
+    if rows_per_seq <= 32:
+        return AttendConfig(32, 32, 8, 3, 1, keys_first=True, **merge)
+    return AttendConfig(64, 64 if latent else 32, 8, 2, 1, **merge)
 
 
 def _select_long(rows_per_seq: float, head_dim: int, window: int | None) -> AttendConfig:

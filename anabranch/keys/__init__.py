@@ -3,11 +3,21 @@
 from anabranch.keys.columns import KeyColumns
 from anabranch.keys.dense import DenseKV
 from anabranch.keys.kinds import KINDS, flatten_source, rebuild_source
+from anabranch.keys.latent import LatentKV
 from anabranch.keys.paged import PagedKV
+from anabranch.keys.pages import PagedSource
 from anabranch.keys.ragged import RaggedKV
 from anabranch.keys.selected import SelectedKV
 from anabranch.keys.source import KeyLengths, KeySource
-from anabranch.keys.view import PLAIN, KeyLists, KeyStore, KeyView, StoreFormat, store_of
+from anabranch.keys.view import (
+    PLAIN,
+    KeyLists,
+    KeyStore,
+    KeyView,
+    ScaleStore,
+    StoreFormat,
+    store_of,
+)
 
 __all__ = [
     "KINDS",
@@ -19,8 +29,11 @@ __all__ = [
     "KeySource",
     "KeyStore",
     "KeyView",
+    "LatentKV",
     "PagedKV",
+    "PagedSource",
     "RaggedKV",
+    "ScaleStore",
     "SelectedKV",
     "StoreFormat",
     "flatten_source",

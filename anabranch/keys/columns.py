@@ -6,6 +6,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from anabranch.keys.formats import EncodedRows
+
 Pair = tuple[torch.Tensor, torch.Tensor]  # keys and values, [num_seqs, columns, num_kv_heads, dim]
 
 
@@ -62,6 +64,31 @@ class PagedColumns(NamedTuple):
         rows = slice(start - skipped * page_size, stop - skipped * page_size)
         k, v = _copy_rows(self.k, self.v, pages)
         return k.flatten(0, 1)[None, rows], v.flatten(0, 1)[None, rows]
+
+
+class DecodedColumns(NamedTuple):
+    """Sequences of a cache in any format, each column somewhere else, read as plain numbers."""
+
+    k: EncodedRows
+    v: EncodedRows | None  # None: a value is the first columns of its key
+    head_dim_v: int
+    outer: torch.Tensor  # integer [num_seqs, k_len]
+    inner: torch.Tensor  # integer [num_seqs, k_len]
+    dtype: torch.dtype  # of the queries
+
+    @property
+    def copied_bytes(self) -> int:
+        """A key and a value, decoded."""
+        stores = (self.k,) if self.v is None else (self.k, self.v)
+        return sum(x.codes.shape[-2] * x.codes.shape[-1] for x in stores) * self.dtype.itemsize
+
+    def read(self, columns: slice) -> Pair:
+        """A decoded copy of these columns."""
+        outer, inner = self.outer[:, columns], self.inner[:, columns]
+        k = self.k.read(outer, inner, self.dtype)
+        if self.v is None:
+            return k, k[..., : self.head_dim_v]
+        return k, self.v.read(outer, inner, self.dtype)
 
 
 class ScatteredColumns(NamedTuple):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from anabranch.keys.dense import DenseKV
+from anabranch.keys.latent import LatentKV
 from anabranch.keys.paged import PagedKV
 from anabranch.keys.ragged import RaggedKV
 from anabranch.keys.selected import SelectedKV
 from anabranch.keys.source import KeySource
 
 KINDS: dict[str, type[KeySource]] = {
-    source.kind: source for source in (DenseKV, RaggedKV, PagedKV, SelectedKV)
+    source.kind: source for source in (DenseKV, RaggedKV, PagedKV, LatentKV, SelectedKV)
 }
 
 

@@ -8,25 +8,27 @@ from typing import ClassVar
 import torch
 
 from anabranch.keys.columns import (
+    DecodedColumns,
     KeyColumns,
     PagedColumns,
     ScatteredColumns,
     ViewedColumns,
     is_flat,
-    last_positions,
 )
-from anabranch.keys.pair import KeysAndValues, check_index, check_pair
-from anabranch.keys.source import KeyLengths
-from anabranch.keys.view import KeyView, store_of
-from anabranch.shapes import read_index
+from anabranch.keys.formats import encoded_store, rows_of
+from anabranch.keys.pages import PagedSource, query_dtype_of
+from anabranch.keys.pair import KeysAndValues, check_pair
+from anabranch.keys.view import KeyStore, KeyView, store_of
+from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype, read_index
 
 
 @dataclass(frozen=True, slots=True)
-class PagedKV(KeysAndValues):
+class PagedKV(KeysAndValues, PagedSource):
     """Pages and a table; key p of sequence i is row `p % page_size` of page `p // page_size` of it.
 
     The caches may have any strides, so a `[pages, heads, page_size, dim]` layout or a packed K|V
-    cache comes in as a view.
+    cache comes in as a view. A cache of int8 or float8_e4m3fn has scales, and their shape says
+    which format it is (docs/quantised.md); keys and values may differ in format.
     """
 
     kind: ClassVar[str] = "paged"
@@ -34,20 +36,32 @@ class PagedKV(KeysAndValues):
     v: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_v]
     page_table: torch.Tensor  # int32 [num_seqs, max_pages]
     seq_lens: torch.Tensor  # int32 [num_seqs]
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+    query_dtype: torch.dtype | None = None  # needed where neither cache has it
 
     def __post_init__(self) -> None:
-        sizes = check_pair(self.k, self.v, "num_pages page_size")
-        check_index("page_table", self.page_table, self.k.device)
-        check_index("seq_lens", self.seq_lens, self.k.device)
-        if not self.page_size:
-            raise ValueError(f"a page must hold at least one key, got k {tuple(self.k.shape)}")
-        sizes.match("page_table", self.page_table, "num_seqs max_pages")
-        sizes.match("seq_lens", self.seq_lens, "num_seqs")
+        if self._is_plain:
+            sizes = check_pair(self.k, self.v, "num_pages page_size")
+        else:
+            sizes = Sizes()
+            sizes.match("k", self.k, "num_pages page_size num_kv_heads head_dim_k")
+            sizes.match("v", self.v, "num_pages page_size num_kv_heads head_dim_v")
+            check_device("v", self.v, self.k.device)
+            self.stores()
+        if not self._is_plain or self.query_dtype is not None:
+            query_dtype_of(self.query_dtype, {"k": self.k, "v": self.v})
+        self.check_table("k", self.k, sizes)
 
     @property
-    def num_seqs(self) -> int:
-        """How many sequences the table describes."""
-        return self.page_table.shape[0]
+    def _is_plain(self) -> bool:
+        stored_plain = self.k.dtype in FLOATS and self.v.dtype in FLOATS
+        return stored_plain and self.k_scales is None and self.v_scales is None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the caches."""
+        return self.k.shape[0]
 
     @property
     def page_size(self) -> int:
@@ -55,46 +69,83 @@ class PagedKV(KeysAndValues):
         return self.k.shape[1]
 
     @property
-    def capacity(self) -> int:
-        """What a row of the table can list."""
-        return self.page_table.shape[1] * self.k.shape[1]
+    def dtype(self) -> torch.dtype:
+        """That of the queries."""
+        return self.query_dtype or (self.k if self.k.dtype in FLOATS else self.v).dtype
 
-    @property
-    def lengths(self) -> KeyLengths:
-        """`seq_lens`."""
-        return KeyLengths(seq_lens=self.seq_lens)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Pages may lie anywhere."""
-        return False
+    def stores(self) -> tuple[KeyStore, ...]:
+        """Keys and values."""
+        if self._is_plain:
+            return store_of(self.k), store_of(self.v)
+        return (
+            encoded_store("k", self.k, self.k_scales),
+            encoded_store("v", self.v, self.v_scales),
+        )
 
     def view(self) -> KeyView:
         """Both caches, and the table."""
-        return KeyView(store_of(self.k), store_of(self.v), self.page_table, self.k.shape[1])
+        k, v = self.stores()
+        return KeyView(k, v, self.page_table, self.k.shape[1])
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Both caches, table and lengths."""
-        pair = {"k": self.k, "v": self.v}
-        return pair | {"page_table": self.page_table, "seq_lens": self.seq_lens}
+        """Both caches, table, lengths and, where there are any, scales."""
+        tensors = {"k": self.k, "v": self.v}
+        tensors |= {"page_table": self.page_table, "seq_lens": self.seq_lens}
+        if self.k_scales is not None:
+            tensors["k_scales"] = self.k_scales
+        if self.v_scales is not None:
+            tensors["v_scales"] = self.v_scales
+        return tensors
+
+    def static(self) -> list[int]:
+        """Which scales there are, and the dtype of queries."""
+        scaled = [self.k_scales is not None, self.v_scales is not None]
+        return [*map(int, scaled), FLOATS.index(self.dtype)]
+
+    @classmethod
+    def rebuild(cls, tensors: list[torch.Tensor], static: list[int]) -> PagedKV:
+        """Scales come after the other tensors, in the order of their fields."""
+        k_scaled, v_scaled, dtype = static
+        return cls(
+            *tensors[:4],
+            k_scales=tensors[4] if k_scaled else None,
+            v_scales=tensors[-1] if v_scaled else None,
+            query_dtype=FLOATS[dtype],
+        )
+
+    def new_rows(self, k: torch.Tensor, v: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Keys and values [num_tokens, num_kv_heads, dim]."""
+        if v is None:
+            raise ValueError("v must be given: PagedKV keeps values apart from keys")
+        sizes = Sizes()
+        sizes.match("keys.k", self.k, "num_pages page_size num_kv_heads head_dim_k")
+        sizes.match("keys.v", self.v, "num_pages page_size num_kv_heads head_dim_v")
+        sizes.match("k", k, "num_tokens num_kv_heads head_dim_k")
+        sizes.match("v", v, "num_tokens num_kv_heads head_dim_v")
+        for name, new in (("k", k), ("v", v)):
+            check_dtype(name, new, (self.dtype,))
+            check_device(name, new, self.device)
+        return k, v
 
     def gather(self, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A copy of the keys and values of one sequence."""
-        positions = torch.arange(int(self.seq_lens[seq]), device=self.k.device)
-        pages = self.page_table[seq][positions // self.page_size].long()
-        rows = positions % self.page_size
-        return self.k[pages, rows], self.v[pages, rows]
+        """A copy of the keys and values of one sequence; decoded ones are float32."""
+        pages, rows = self.places(seq)
+        if self._is_plain:
+            return self.k[pages, rows], self.v[pages, rows]
+        k, v = (rows_of(store).read(pages, rows, torch.float32) for store in self.stores())
+        return k, v
 
     def columns(
         self, seqs: list[int], lens: list[int], k_len: int, starts: torch.Tensor | None
     ) -> KeyColumns:
-        """One sequence is read page by page, several row by row."""
-        if len(seqs) == 1:
+        """One plain sequence is read page by page, all else row by row."""
+        if len(seqs) == 1 and self._is_plain:
             return self._columns_of_one(seqs[0], lens[0] - k_len, lens[0])
-        rows = last_positions(lens, k_len, starts)
-        table = self.page_table.index_select(0, torch.tensor(seqs))
-        pages = table.gather(1, rows // self.page_size)
-        return ScatteredColumns(self.k, self.v, pages, rows % self.page_size)
+        pages, rows = self.last_places(seqs, lens, k_len, starts)
+        if self._is_plain:
+            return ScatteredColumns(self.k, self.v, pages, rows)
+        k, v = map(rows_of, self.stores())
+        return DecodedColumns(k, v, self.head_dim_v, pages, rows, self.dtype)
 
     def _columns_of_one(self, seq: int, start: int, stop: int) -> KeyColumns:
         """Positions `start` to `stop`; pages in ascending order are read in place."""
@@ -107,15 +158,3 @@ class PagedKV(KeysAndValues):
             rows = slice(row, row + stop - start)
             return ViewedColumns(self.k.flatten(0, 1)[None, rows], self.v.flatten(0, 1)[None, rows])
         return PagedColumns(self.k, self.v, pages, row)
-
-    def check_sequence(self, seq: int, length: int) -> None:
-        """Validate the pages that a sequence of this length uses."""
-        if not length:
-            return
-        pages = self.page_table[seq, : -(-length // self.page_size)]
-        low, high = int(pages.min()), int(pages.max())
-        if low < 0 or high >= self.k.shape[0]:
-            raise ValueError(
-                f"sequence {seq} has page {low if low < 0 else high}, "
-                f"but there are {self.k.shape[0]} pages"
-            )

@@ -13,9 +13,27 @@ class StoreFormat:
     """How the elements of a store are encoded; a compile-time constant of kernels."""
 
     name: str
+    # What one scale covers: "none", "tensor", "key" (a head of one key) or "block" of such a head.
+    scaling: str = "none"
+    block: int = 0  # elements of a block
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether codes are e4m3; those of the other quantised formats are int8."""
+        return self.name.startswith("fp8")
 
 
 PLAIN = StoreFormat("plain")  # elements have the dtype of the queries
+
+
+class ScaleStore(NamedTuple):
+    """Scales [pages, keys, heads, blocks] in memory, and their strides in elements."""
+
+    ptr: torch.Tensor
+    page: int
+    key: int
+    head: int
+    block: int
 
 
 class KeyStore(NamedTuple):
@@ -27,7 +45,7 @@ class KeyStore(NamedTuple):
     head: int
     dim: int
     format: StoreFormat  # no default: torch 2.11 cannot trace an object that is one
-    scales: torch.Tensor | None = None
+    scales: ScaleStore | None = None
 
 
 def store_of(pages: torch.Tensor) -> KeyStore:

@@ -1,8 +1,11 @@
-"""Writing new tokens into a paged cache of any strides."""
+"""Writing new tokens into a paged cache of any strides, in any format."""
 
 from __future__ import annotations
 
 import torch
+
+from anabranch.keys import KeyStore
+from anabranch.keys.formats import encode
 
 
 def refusal(device: torch.device) -> str | None:
@@ -11,18 +14,26 @@ def refusal(device: torch.device) -> str | None:
 
 
 def append_kv(
-    k_cache: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim_k]
-    v_cache: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim_v]
-    k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_k]
-    v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_v]
+    stores: tuple[KeyStore, ...],
+    new: tuple[torch.Tensor, ...],  # [num_tokens, num_kv_heads, dim] for each store
     slot_mapping: torch.Tensor,  # integer [num_tokens], page * page_size + row; negative = skip
+    saturated: torch.Tensor | None,  # int32 [1]
 ) -> None:
-    """Write each token to its slot, in place."""
+    """Write each token to its slot, in place, and add how many elements saturated."""
     slots = slot_mapping.long()
     kept = slots >= 0
     if not kept.all():
-        slots, k, v = slots[kept], k[kept], v[kept]
-    page_size = k_cache.shape[1]
-    pages, rows = slots // page_size, slots % page_size
-    k_cache[pages, rows] = k
-    v_cache[pages, rows] = v
+        slots, new = slots[kept], tuple(rows[kept] for rows in new)
+    page_size = stores[0].ptr.shape[1]
+    places = slots // page_size, slots % page_size
+    for store, rows in zip(stores, new, strict=True):
+        if store.scales is None:
+            store.ptr[places] = rows
+            continue
+        codes, scales, beyond = encode(rows, store.format, store.scales.ptr)
+        # torch writes bytes, not float8, to an index
+        store.ptr.view(torch.int8)[places] = codes.view(torch.int8)
+        if store.format.scaling != "tensor":
+            store.scales.ptr[places] = scales
+        if saturated is not None:
+            saturated += beyond

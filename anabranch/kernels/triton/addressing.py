@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.keys import KeyStore, KeyView
+from anabranch.kernels.triton.codec import decode_tile
+from anabranch.keys import KeyStore, KeyView, ScaleStore
 
 
 class Rows(NamedTuple):
@@ -28,7 +29,7 @@ class StoreArguments(NamedTuple):
     key: int
     head: int
     dim: int
-    scales: torch.Tensor | None
+    scales: ScaleStore | None
 
 
 class ViewArguments(NamedTuple):
@@ -40,15 +41,18 @@ class ViewArguments(NamedTuple):
     log_weights: torch.Tensor | None  # in the shape of the table
 
 
-def store_arguments(store: KeyStore) -> StoreArguments:
-    """A store without its format."""
-    return StoreArguments(store.ptr, store.page, store.key, store.head, store.dim, store.scales)
+def store_arguments(store: KeyStore, native_fp8: bool = False) -> StoreArguments:
+    """A store without its format; float8 as bytes where the GPU has no such type."""
+    ptr = store.ptr
+    if ptr.dtype == torch.float8_e4m3fn and not native_fp8:
+        ptr = ptr.view(torch.uint8)
+    return StoreArguments(ptr, store.page, store.key, store.head, store.dim, store.scales)
 
 
-def view_arguments(view: KeyView) -> ViewArguments:
+def view_arguments(view: KeyView, native_fp8: bool) -> ViewArguments:
     """A view without what kernels know as constants."""
-    stores = store_arguments(view.k), store_arguments(view.v)
-    return ViewArguments(*stores, view.page_table, view.log_weights)
+    k, v = (store_arguments(store, native_fp8) for store in (view.k, view.v))
+    return ViewArguments(k, v, view.page_table, view.log_weights)
 
 
 @triton.jit
@@ -70,20 +74,30 @@ def load_rows(ptrs, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.c
 
 @triton.jit
 def load_tile(
-    store, box, ptrs, place, kv_head,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr,
-    FORMAT: tl.constexpr, BOXED: tl.constexpr,
+    store, box, ptrs, place, scale_place, kv_head,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr,
+    FORMAT: tl.constexpr, SCALED: tl.constexpr, BOXED: tl.constexpr,
 ):  # fmt: skip
     """Dims [FIRST, FIRST + WIDTH) of a tile of keys or values, as numbers of the queries' dtype.
 
     Every tile comes through here, so this is where a format is decoded. `place` is the tile's first
-    row in the box, or the offset of each key from `ptrs`.
+    row in the box, or the offset of each key from `ptrs`, and `scale_place` that of its first
+    scale. A tile that is not SCALED still lacks the scales of its keys: the caller applies them.
     """
-    tl.static_assert(FORMAT.name == "plain", "no such format")
     if BOXED:
         tile = box.load([place, kv_head * store.head + FIRST])
     else:
         tile = load_rows(ptrs, place, FIRST, WIDTH, DIM)
+    if FORMAT.scaling != "none":
+        scales = tile  # unused without scales
+        if FORMAT.scaling == "block":
+            FIRST_BLOCK: tl.constexpr = FIRST // FORMAT.block
+            BLOCKS: tl.constexpr = WIDTH // FORMAT.block
+            scale_ptrs = dim_ptrs(store.scales.ptr, store.scales.block, FIRST_BLOCK, BLOCKS)
+            scales = load_rows(scale_ptrs, scale_place, FIRST_BLOCK, BLOCKS, DIM // FORMAT.block)
+        elif SCALED:
+            scales = tl.load(store.scales.ptr + scale_place)[:, None]
+        tile = decode_tile(tile, scales, DTYPE, SCALED)
     return tile
 
 
@@ -111,3 +125,13 @@ def key_offsets(keys, pages, page_stride, key_stride, table_ptr, C: tl.constexpr
         )
         rows = rows * key_stride
     return pages.to(tl.int64) * page_stride + rows
+
+
+@triton.jit
+def scale_offsets(store, keys, pages, kv_head, table_ptr, FORMAT: tl.constexpr, C: tl.constexpr):
+    """Element offsets (int64) of the first scale of one head of each key."""
+    offsets = keys  # unused without scales
+    if FORMAT.scaling != "none":
+        offsets = key_offsets(keys, pages, store.scales.page, store.scales.key, table_ptr, C)
+        offsets += kv_head.to(tl.int64) * store.scales.head
+    return offsets

@@ -8,8 +8,9 @@ import triton.language as tl
 
 from anabranch.kernels.config import select_merge
 from anabranch.kernels.triton.addressing import Rows, store_arguments
+from anabranch.kernels.triton.codec import encode_rows
 from anabranch.kernels.triton.runtime import device_refusal
-from anabranch.keys import store_of
+from anabranch.keys import PLAIN, KeyStore
 
 
 def refusal(device: torch.device) -> str | None:
@@ -18,55 +19,86 @@ def refusal(device: torch.device) -> str | None:
 
 
 def append_kv(
-    k_cache: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim_k]
-    v_cache: torch.Tensor,  # [num_pages, page_size, num_kv_heads, head_dim_v]
-    k: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_k]
-    v: torch.Tensor,  # [num_tokens, num_kv_heads, head_dim_v]
+    stores: tuple[KeyStore, ...],
+    new: tuple[torch.Tensor, ...],  # [num_tokens, num_kv_heads, dim] for each store
     slot_mapping: torch.Tensor,  # integer [num_tokens], page * page_size + row; negative = skip
+    saturated: torch.Tensor | None,  # int32 [1]
 ) -> None:
-    """Write each token to its slot, in place."""
-    num_tokens, num_heads, head_dim_k = k.shape
-    head_dim_v = v.shape[-1]
-    config = select_merge(max(head_dim_k, head_dim_v))  # rows are moved as a merge moves them
+    """Write each token to its slot, in place, and add how many elements saturated."""
+    num_tokens, num_heads, _ = new[0].shape
+    dims = [rows.shape[-1] for rows in new]
+    config = select_merge(max(dims))  # rows are moved as a merge moves them
+    rows = [Rows(x, *x.stride()) for x in new]
     append_kv_kernel[triton.cdiv(num_tokens * num_heads, config.block_rows),](
-        Rows(k, *k.stride()),
-        Rows(v, *v.stride()),
-        store_arguments(store_of(k_cache)),
-        store_arguments(store_of(v_cache)),
+        rows[0],
+        rows[1] if len(rows) > 1 else None,
+        store_arguments(stores[0]),
+        store_arguments(stores[1]) if len(rows) > 1 else None,
         slot_mapping,
         slot_mapping.stride(0),
         num_tokens * num_heads,
+        saturated,
         NUM_HEADS=num_heads,
-        PAGE_SIZE=k_cache.shape[1],
-        HEAD_DIM_K=head_dim_k,
-        HEAD_DIM_V=head_dim_v,
+        PAGE_SIZE=stores[0].ptr.shape[1],
+        HEAD_DIM_K=dims[0],
+        HEAD_DIM_V=dims[-1],
         BLOCK_ROWS=config.block_rows,
-        BLOCK_DK=triton.next_power_of_2(head_dim_k),
-        BLOCK_DV=triton.next_power_of_2(head_dim_v),
+        BLOCK_DK=triton.next_power_of_2(dims[0]),
+        BLOCK_DV=triton.next_power_of_2(dims[-1]),
+        K_FORMAT=stores[0].format,
+        V_FORMAT=stores[1].format if len(stores) > 1 else PLAIN,
         num_warps=config.num_warps,
     )
 
 
 @triton.jit
-def move_rows(source, cache, tokens, pages, keys, heads, row_mask, DIM, BLOCK_D: tl.constexpr):
-    """Copy rows of `source` [tokens, heads, dims] to their places in `cache`."""
+def move_rows(
+    source, store, tokens, pages, keys, heads, row_mask, saturated_ptr,
+    DIM: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
+):  # fmt: skip
+    """Move rows of `source` [tokens, heads, dims] to their places in a store, in its format."""
     dims = tl.arange(0, BLOCK_D)
     mask = row_mask[:, None] & (dims < DIM)[None, :]
     offsets = tokens * source.token + heads * source.head
-    rows = tl.load(source.ptr + offsets[:, None] + (dims * source.dim)[None, :], mask)
-    offsets = pages * cache.page + keys * cache.key + heads * cache.head
-    tl.store(cache.ptr + offsets[:, None] + (dims * cache.dim)[None, :], rows, mask)
+    ptrs = source.ptr + offsets[:, None] + (dims * source.dim)[None, :]
+    if FORMAT.scaling == "none":
+        rows = tl.load(ptrs, mask)
+    else:
+        scale = 0.0  # unused unless the tensor has one
+        if FORMAT.scaling == "tensor":
+            scale = tl.load(store.scales.ptr)
+        rows, scales, beyond = encode_rows(tl.load(ptrs, mask, other=0.0), scale, FORMAT)
+        if FORMAT.scaling != "tensor":
+            store_scales(scales, store.scales, pages, keys, heads, row_mask, DIM, FORMAT)
+        if saturated_ptr is not None:
+            tl.atomic_add(saturated_ptr, beyond, beyond > 0, sem="relaxed")
+    offsets = pages * store.page + keys * store.key + heads * store.head
+    tl.store(store.ptr + offsets[:, None] + (dims * store.dim)[None, :], rows, mask)
+
+
+@triton.jit
+def store_scales(
+    scales, store, pages, keys, heads, row_mask, DIM: tl.constexpr, FORMAT: tl.constexpr
+):
+    """Write the scales [rows, blocks] of rows."""
+    NUM_BLOCKS: tl.constexpr = DIM // FORMAT.block if FORMAT.scaling == "block" else 1
+    blocks = tl.arange(0, scales.shape[1])
+    offsets = pages * store.page + keys * store.key + heads * store.head
+    ptrs = store.ptr + offsets[:, None] + (blocks * store.block)[None, :]
+    mask = row_mask[:, None] & (blocks < NUM_BLOCKS)[None, :]
+    tl.store(ptrs, scales.to(store.ptr.dtype.element_ty), mask)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def append_kv_kernel(
     k,  # Rows [num_tokens, num_kv_heads, head_dim_k]
-    v,  # Rows [num_tokens, num_kv_heads, head_dim_v]
-    k_cache,  # StoreArguments [num_pages, page_size, num_kv_heads, head_dim_k]
-    v_cache,  # StoreArguments [num_pages, page_size, num_kv_heads, head_dim_v]
+    v,  # Rows [num_tokens, num_kv_heads, head_dim_v], or None
+    k_store,  # StoreArguments [num_pages, page_size, num_kv_heads, head_dim_k]
+    v_store,  # StoreArguments [num_pages, page_size, num_kv_heads, head_dim_v], or None
     slots_ptr,  # [num_tokens]
     slots_stride,
     num_rows,  # num_tokens * num_kv_heads
+    saturated_ptr,  # [1], or None
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEAD_DIM_K: tl.constexpr,
@@ -74,11 +106,19 @@ def append_kv_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_DK: tl.constexpr,  # the powers of two that hold the head dims
     BLOCK_DV: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens, heads = rows // NUM_HEADS, rows % NUM_HEADS
     slots = tl.load(slots_ptr + tokens * slots_stride, rows < num_rows, other=-1).to(tl.int64)
     kept = slots >= 0
     pages, keys = slots // PAGE_SIZE, slots % PAGE_SIZE
-    move_rows(k, k_cache, tokens, pages, keys, heads, kept, HEAD_DIM_K, BLOCK_DK)
-    move_rows(v, v_cache, tokens, pages, keys, heads, kept, HEAD_DIM_V, BLOCK_DV)
+    move_rows(
+        k, k_store, tokens, pages, keys, heads, kept, saturated_ptr, HEAD_DIM_K, BLOCK_DK, K_FORMAT
+    )
+    if v is not None:
+        move_rows(
+            v, v_store, tokens, pages, keys, heads, kept, saturated_ptr,
+            HEAD_DIM_V, BLOCK_DV, V_FORMAT,
+        )  # fmt: skip

@@ -15,7 +15,7 @@ from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.state import AttentionState
 
 __all__ = ["attend", "flatten_plan", "make_plan", "prefers", "rebuild_plan", "refusal"]
-MAX_HEAD_DIM = 256  # of the largest tiles
+MAX_HEAD_DIMS = {"q": 576, "k": 576, "v": 512}  # of the largest tiles
 
 
 def refusal(call: AttendCall, options: PlanOptions) -> str | None:
@@ -27,8 +27,9 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         ("k", keys.head_dim_k, view.k.dim),
         ("v", keys.head_dim_v, view.v.dim),
     ):
-        if dim > MAX_HEAD_DIM:
-            return f"{name} must have a head dim from 1 to {MAX_HEAD_DIM}, got {dim}"
+        most = MAX_HEAD_DIMS[name]
+        if dim > most:
+            return f"{name} must have a head dim from 1 to {most}, got {dim}"
         if (dim - 1) * stride >= 1 << 31:
             return f"{name} spreads a head over 2^31 elements, its last stride is {stride}"
     return device_refusal(q.device)

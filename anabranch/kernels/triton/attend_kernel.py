@@ -52,7 +52,7 @@ def attend(
         constants = with_page_strides(constants, (*view.k[1:3], *view.v[1:3]))
     attend_kernel[constants.division.num_programs,](
         Rows(q, *q.stride()),
-        view_arguments(view),
+        view_arguments(view, constants.source.native_fp8),
         *(boxes or (None, None, None)),
         0 if table is None else table.stride(0),
         rules._replace(

@@ -59,6 +59,7 @@ class Source:
     k_format: StoreFormat
     v_format: StoreFormat
     values_in_keys: bool  # a tile of values is the main part of the tile of keys
+    native_fp8: bool  # the GPU has the type float8_e4m3fn
     # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
     # save a fifth of the inner loop's instructions
     page_strides: tuple[int, int, int, int] | None = None
@@ -112,6 +113,7 @@ def attend_program(
     k_format: StoreFormat,
     v_format: StoreFormat,
     values_in_keys: bool = False,
+    native_fp8: bool = False,
     fixed_parts: bool = False,
     fused: bool = True,
     overlap: bool = False,
@@ -156,6 +158,7 @@ def attend_program(
             k_format=k_format,
             v_format=v_format,
             values_in_keys=values_in_keys and block_dv == main,
+            native_fp8=native_fp8,
         ),
     )
     registers = config.max_registers if limit_registers else None

@@ -34,8 +34,10 @@ def sink_state(logits):
 
 
 @triton.jit
-def update_state(state, scores, scale, v, KEYS_FIRST: tl.constexpr):
+def update_state(state, scores, scale, v, value_scales, KEYS_FIRST: tl.constexpr):
     """Attend to one more tile of keys: logits are scores times scale > 0.
+
+    Values are `v`, times `value_scales` [KEYS] where that is not None.
 
     Scores are [ROWS, KEYS] and acc is [ROWS, DIM]; with KEYS_FIRST both are transposed, so that few
     rows are the narrow side of the matrix unit instead of padding its wide one. There a sum over
@@ -47,15 +49,21 @@ def update_state(state, scores, scale, v, KEYS_FIRST: tl.constexpr):
         pivot = pivot_of(new_peak)
         keep = tl.exp2(peak - pivot)
         weights = tl.exp2(scores * scale - pivot[None, :])
+        factors = weights
+        if value_scales is not None:
+            factors = weights * value_scales[:, None]
         values = tl.trans(v)
-        acc = tl.dot(values, weights.to(v.dtype), acc * keep[None, :], input_precision="ieee")
+        acc = tl.dot(values, factors.to(v.dtype), acc * keep[None, :], input_precision="ieee")
         total = total * keep[None, :] + weights
     else:
         new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
         pivot = pivot_of(new_peak)
         keep = tl.exp2(peak - pivot)
         weights = tl.exp2(scores * scale - pivot[:, None])
-        acc = tl.dot(weights.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        factors = weights
+        if value_scales is not None:
+            factors = weights * value_scales[None, :]
+        acc = tl.dot(factors.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
         total = total * keep + tl.sum(weights, 1)
     return new_peak, total, acc
 

@@ -9,6 +9,7 @@ from anabranch.kernels.triton.addressing import (
     load_pages,
     load_rows,
     load_tile,
+    scale_offsets,
 )
 from anabranch.kernels.triton.masks import seen_by_all, visible
 from anabranch.kernels.triton.online_softmax import (
@@ -59,6 +60,27 @@ def masked(scores, keys, tokens, tree_rows, q_len, seq_len, window, tree_width, 
     return tl.where(seen, scores, float("-inf"))
 
 
+@triton.constexpr_function
+def scaled_as_tile(store_format, has_values, dtype):
+    """Whether scales are multiplied into a tile, and not into scores or weights.
+
+    Those of blocks are; and those of values for float16, in which a small scale of a weight would
+    underflow.
+    """
+    if store_format.scaling == "block":
+        return True
+    return store_format.scaling != "none" and has_values and dtype == tl.float16
+
+
+@triton.jit
+def load_folded(store, places, FORMAT: tl.constexpr, SCALED: tl.constexpr):
+    """The scale of each key that its tile lacks, or None."""
+    scales = None
+    if FORMAT.scaling != "none" and not SCALED:
+        scales = tl.load(store.scales.ptr + places)
+    return scales
+
+
 @triton.jit
 def attend_tiles(
     state,
@@ -83,8 +105,12 @@ def attend_tiles(
     origin, q_len, seq_len, kv_head = pair
     view, boxes, table_stride = source
     k, v, table = view.k, view.v, view.table
+    SHARED: tl.constexpr = C.source.values_in_keys
     K_FORMAT: tl.constexpr = C.source.k_format
     V_FORMAT: tl.constexpr = C.source.v_format
+    DTYPE: tl.constexpr = q[0].dtype
+    V_SCALED: tl.constexpr = scaled_as_tile(V_FORMAT, True, DTYPE)
+    K_SCALED: tl.constexpr = scaled_as_tile(K_FORMAT, SHARED, DTYPE)
     k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
     k_ptrs = dim_ptrs(k_ptr, k.dim, 0, C.tiles.dk_main)
     rest_ptrs = k_ptrs  # unused without a rest
@@ -111,32 +137,40 @@ def attend_tiles(
             place = box_row + index * C.tiles.block_n
         else:
             safe_keys = tl.minimum(keys, seq_len - 1)
-        if C.tiles.values_first and not C.source.values_in_keys:
+        if C.tiles.values_first and not SHARED:
+            v_scale_place = keys  # unused without scales
             if not BOXED:
                 place = key_offsets(safe_keys, pages, v_page, v_key, table, C)
+                v_scale_place = scale_offsets(v, safe_keys, pages, kv_head, table, V_FORMAT, C)
             tile_v = load_tile(
-                v, boxes[2], v_ptrs, place, kv_head, 0, C.tiles.block_dv, C.head_dim_v, V_FORMAT,
-                BOXED,
+                v, boxes[2], v_ptrs, place, v_scale_place, kv_head, 0, C.tiles.block_dv,
+                C.head_dim_v, DTYPE, V_FORMAT, V_SCALED, BOXED,
             )  # fmt: skip
+        k_scale_place = keys  # unused without scales
         if not BOXED:
             place = key_offsets(safe_keys, pages, k_page, k_key, table, C)
+            k_scale_place = scale_offsets(k, safe_keys, pages, kv_head, table, K_FORMAT, C)
         tile_k = load_tile(
-            k, boxes[0], k_ptrs, place, kv_head, 0, C.tiles.dk_main, C.head_dim_k, K_FORMAT, BOXED
+            k, boxes[0], k_ptrs, place, k_scale_place, kv_head, 0, C.tiles.dk_main, C.head_dim_k,
+            DTYPE, K_FORMAT, K_SCALED, BOXED,
         )  # fmt: skip
         rest_k = tile_k  # unused without a rest
         if C.tiles.dk_rest > 0:
             rest_k = load_tile(
-                k, boxes[1], rest_ptrs, place, kv_head, C.tiles.dk_main, C.tiles.dk_rest,
-                C.head_dim_k, K_FORMAT, BOXED,
+                k, boxes[1], rest_ptrs, place, k_scale_place, kv_head, C.tiles.dk_main,
+                C.tiles.dk_rest, C.head_dim_k, DTYPE, K_FORMAT, K_SCALED, BOXED,
             )  # fmt: skip
         if not BOXED:
             # The next tile's pages are on their way while this tile is attended to.
             next_keys = tl.minimum(keys + C.tiles.block_n, seq_len - 1)
-            if C.tiles.values_first or C.source.values_in_keys:
+            if C.tiles.values_first or SHARED:
                 pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
         scores = score(q[0], tile_k, None, C.tiles.keys_first)
         if C.tiles.dk_rest > 0:
             scores = score(q[1], rest_k, scores, C.tiles.keys_first)
+        key_scales = load_folded(k, k_scale_place, K_FORMAT, K_SCALED)
+        if key_scales is not None:
+            scores *= key_scales[:, None] if C.tiles.keys_first else key_scales[None, :]
         scale = rules.scale
         if rules.softcap is not None:
             scores = capped(scores, rules.scale, rules.softcap)
@@ -155,18 +189,23 @@ def attend_tiles(
             scores = masked(
                 scores, keys, tokens, tree_rows, q_len, seq_len, rules.window, tree_width, C
             )
-        if C.source.values_in_keys:
+        if SHARED:
             tile_v = tile_k
-        elif not C.tiles.values_first:
-            if not BOXED:
-                place = key_offsets(safe_keys, pages, v_page, v_key, table, C)
-            tile_v = load_tile(
-                v, boxes[2], v_ptrs, place, kv_head, 0, C.tiles.block_dv, C.head_dim_v, V_FORMAT,
-                BOXED,
-            )  # fmt: skip
-            if not BOXED:
-                pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
-        state = update_state(state, scores, scale, tile_v, C.tiles.keys_first)
+            value_scales = key_scales
+        else:
+            if not C.tiles.values_first:
+                v_scale_place = keys  # unused without scales
+                if not BOXED:
+                    place = key_offsets(safe_keys, pages, v_page, v_key, table, C)
+                    v_scale_place = scale_offsets(v, safe_keys, pages, kv_head, table, V_FORMAT, C)
+                tile_v = load_tile(
+                    v, boxes[2], v_ptrs, place, v_scale_place, kv_head, 0, C.tiles.block_dv,
+                    C.head_dim_v, DTYPE, V_FORMAT, V_SCALED, BOXED,
+                )  # fmt: skip
+                if not BOXED:
+                    pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
+            value_scales = load_folded(v, v_scale_place, V_FORMAT, V_SCALED)
+        state = update_state(state, scores, scale, tile_v, value_scales, C.tiles.keys_first)
     return state
 
 
