@@ -84,7 +84,7 @@ class EngineLoop:
         for request in self._engine.step():
             if any(seq.finish_reason == "error" for seq in request.seqs):
                 self._cursors.pop(request.request_id, None)
-                self._channel.send(Broken(request.request_id, request.error))
+                self._channel.send(Broken(request.request_id, request.error or ""))
                 continue
             try:
                 deltas.append(self._cursors[request.request_id].delta())
