@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
 from anabranch.kernels.cpu.native import native
-from anabranch.keys import PLAIN, KeySource, PagedKV
+from anabranch.keys import PLAIN, PagedKV
 from anabranch.state import AttentionState, merge_stacked
 
 LANES = 16  # head dims are multiples of it
@@ -23,7 +23,7 @@ NO_WINDOW = 1 << 40
 
 def reads_pages(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
-    keys: KeySource,
+    keys: PagedKV,
     cu_seqlens_q: torch.Tensor,  # int32 [num_seqs + 1]
     bounds: list[int],  # the same, on the host
     *,
@@ -33,9 +33,8 @@ def reads_pages(
     """Whether `attend_pages` can serve a call, and is the faster way to do it."""
     view = keys.view()
     is_plain = view.k.format == view.v.format == PLAIN
-    if keys.kind != PagedKV.kind or not is_plain or q.dtype != torch.float32 or not keys.num_seqs:
+    if not is_plain or q.dtype != torch.float32 or not len(keys.seq_lens):
         return False
-    keys = cast("PagedKV", keys)
     if softcap is not None or tree_mask is not None:
         return False
     longest = max(stop - start for start, stop in pairwise(bounds))

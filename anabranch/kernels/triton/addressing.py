@@ -51,8 +51,8 @@ def store_arguments(store: KeyStore, native_fp8: bool = False) -> StoreArguments
 
 def view_arguments(view: KeyView, native_fp8: bool) -> ViewArguments:
     """A view without what kernels know as constants."""
-    k, v = (store_arguments(store, native_fp8) for store in (view.k, view.v))
-    return ViewArguments(k, v, view.page_table, view.log_weights)
+    stores = (store_arguments(store, native_fp8) for store in (view.k, view.v))
+    return ViewArguments(*stores, view.page_table, view.log_weights)
 
 
 @triton.jit
