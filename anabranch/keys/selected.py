@@ -13,7 +13,7 @@ from anabranch.keys.paged import PagedKV
 from anabranch.keys.pair import check_index
 from anabranch.keys.source import KeyLengths, KeySource
 from anabranch.keys.steps import common_steps, in_steps
-from anabranch.keys.view import KeyLists, KeyView
+from anabranch.keys.view import PLAIN, KeyLists, KeyView
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 
 # Sources that lists can name keys of: those whose view has [pages, keys, heads, dims].
@@ -48,6 +48,10 @@ class SelectedKV(KeySource):
         if type(self.keys) not in BASES.values():
             names = " or ".join(source.__name__ for source in BASES.values())
             raise ValueError(f"keys must be {names}, got {type(self.keys).__name__}")
+        view = self.keys.view()
+        for name, store in (("k", view.k), ("v", view.v)):
+            if store.format != PLAIN:
+                raise ValueError(f"{name} of selected keys must be plain, got {store.format.name}")
         pattern = "num_tokens width" if self.indices.dim() == 2 else "num_tokens num_lists width"
         sizes, device = Sizes(), self.keys.device
         sizes.match("indices", self.indices, pattern)
