@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import resource
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_models import source
 from tolerance import assert_close, assert_state_close
 from torch.nn import functional
 
-from anabranch import PagedKV, reference
-from anabranch.kernels.cpu import attend as attend_module
+from anabranch import LLM, PagedKV, SamplingParams, attend, reference
+from anabranch.engine import limits
 from anabranch.kernels.cpu import decode, waiting
 from anabranch.kernels.cpu import native as native_module
 from anabranch.kernels.cpu.linear import rms_norm, silu_gate
 from anabranch.kernels.cpu.native import native
+from anabranch.runner.kv_cache import LayerShape, allocate_layers
 
 needs_compiler = pytest.mark.skipif(native() is None, reason="needs a C compiler")
 int32 = torch.int32
@@ -78,9 +82,7 @@ def test_decode(case: Any, causal: bool) -> None:
     options: Any = {"causal": causal, "window": window, "scale": 0.2}
     state = decode.attend_pages(q, keys, starts, **options)
     expected = reference.attend(q, keys, cu_seqlens_q=starts, **options)
-    by_torch = attend_module.attend(
-        q, keys, cu_seqlens_q=starts, softcap=None, sinks=None, tree_mask=None, **options
-    )
+    by_torch = attend(q, keys, cu_seqlens_q=starts, **options)
     assert_state_close(state, expected, by_torch)
 
 
@@ -165,3 +167,36 @@ def test_threads_sleep_while_cores_are_shared(monkeypatch: Any) -> None:
     assert not sharing.is_shared
     team.join(30)
     assert not idle_teams()
+
+
+def test_the_engine_watches_its_cores_and_sizes_itself_by_few_tokens(monkeypatch: Any) -> None:
+    sized: list[int] = []
+    find = limits.find_layers
+
+    def find_layers(model: Any, num_tokens: int, vocab_size: int) -> Any:
+        sized.append(num_tokens)
+        return find(model, num_tokens, vocab_size)
+
+    looks: list[int] = []
+    monkeypatch.setattr(limits, "find_layers", find_layers)
+    monkeypatch.setattr(waiting.CoreSharing, "observe", lambda _: looks.append(1))
+    llm = LLM(source(), device="cpu", cuda_graphs=False)
+    llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert sized == [limits.PROFILED_CPU_TOKENS]
+    assert len(looks) >= 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_a_cache_takes_memory_when_it_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    (cache,) = allocate_layers(
+        [LayerShape(4, 64, 64, torch.float32)], 1 << 13, 16, torch.device("cpu")
+    )
+    assert cache.k.nbytes + cache.v.nbytes == 256 << 20
+    assert resident() - before < 64 << 20
+    assert not cache.k[-1].any() and not cache.v[0].any()
+    cache.k[5] = 1.0
+    assert int(cache.k.count_nonzero()) == 16 * 4 * 64

@@ -31,15 +31,21 @@ class CpuRMSNorm(nn.Module):
 def use_cpu_norms(model: nn.Module) -> int:
     """Replace norms of float32 models on a CPU, in place; how many.
 
-    A norm is replaced only if it gives the same numbers for a random input, whatever its class.
+    Norms of a class are replaced only if one gives the same numbers for a random input.
     """
     if native() is None:
         return 0
     count = 0
+    agreed: dict[tuple[type[nn.Module], int], bool] = {}
     for parent in list(model.modules()):
         for name, norm in list(parent.named_children()):
             fast = _fast(norm)
-            if fast is not None and _agree(norm, fast):
+            if fast is None:
+                continue
+            kind = (type(norm), len(fast.weight))
+            if kind not in agreed:
+                agreed[kind] = _agree(norm, fast)
+            if agreed[kind]:
                 setattr(parent, name, fast)
                 count += 1
     return count
