@@ -102,7 +102,11 @@ class Engine:
         flags = ["--realtime"] if options.realtime else []
         command = [python, __file__, "--child", name, "--model", options.model, *flags]
         pipe = subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        apart = {"PYTHONPATH"} if name == PEER else set[str]()
+        environment = {key: os.environ[key] for key in os.environ.keys() - apart}
+        self._process = subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, text=True, env=environment
+        )
         self.versions = json.loads(self._read())
 
     def run(self, batch: int, tokens: int) -> float:
