@@ -150,6 +150,7 @@ def idle_teams() -> int:
 
 @needs_compiler
 def test_threads_sleep_while_cores_are_shared(monkeypatch: Any) -> None:
+    before = idle_teams()  # of engines that other tests left
     cores = Cores(monkeypatch)
     sharing = waiting.CoreSharing()
     cores.after(waiting.PERIOD / 2, 1000)
@@ -157,16 +158,16 @@ def test_threads_sleep_while_cores_are_shared(monkeypatch: Any) -> None:
     assert not sharing.is_shared, "too early to know"
     cores.after(waiting.PERIOD, 1000)
     sharing.observe()
-    assert sharing.is_shared and idle_teams() == 1
+    assert sharing.is_shared and idle_teams() == before + 1
     cores.after(1.0, (waiting.BUSY + waiting.FREE) // 2)
     sharing.observe()
-    assert sharing.is_shared and idle_teams() == 1, "neither busy nor free changes nothing"
+    assert sharing.is_shared and idle_teams() == before + 1, "neither busy nor free changes nothing"
     team = next(thread for thread in threading.enumerate() if thread.name == "idle team")
     cores.after(1.0, 0)
     sharing.observe()
     assert not sharing.is_shared
     team.join(30)
-    assert not idle_teams()
+    assert idle_teams() == before
 
 
 def test_the_engine_watches_its_cores_and_sizes_itself_by_few_tokens(monkeypatch: Any) -> None:

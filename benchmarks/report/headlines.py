@@ -13,6 +13,7 @@ ATTENTION = {
     "merge": "merge of two 16-bit states",
     "decode": "decode over pages",
     "verify": "verify: 3 to 8 queries a sequence",
+    "prefill": "prefill, the portable Triton kernel",
 }
 GROUPS = {"table", "models"}
 
