@@ -250,7 +250,7 @@ def test_rebuilt_from_its_tensors() -> None:
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])
-@settings(max_examples=12)
+@settings(max_examples=12, derandomize=True)
 @given(st.data())
 def test_any_lists(impl: str, data: st.DataObject) -> None:
     if torch.cuda.is_available():

@@ -10,13 +10,13 @@ for needed in ("fastapi", "httpx", "markdown_it"):
 from fastapi import FastAPI  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 
-from anabranch.server import errors, markdown  # noqa: E402
+from anabranch.server import error_handlers, markdown  # noqa: E402
 from anabranch.server.gate import Gate  # noqa: E402
 
 
 def client(api_key: str | None = None) -> TestClient:
     app = FastAPI()
-    errors.install(app)
+    error_handlers.install(app)
     app.include_router(markdown.router)
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=1 << 20)
     return TestClient(app)
