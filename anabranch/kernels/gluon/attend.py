@@ -21,8 +21,9 @@ MIN_ROWS = 48  # query rows of a sequence on average; for fewer, Triton's narrow
 def prefers(call: AttendCall, options: PlanOptions) -> bool:
     """Whether this producer should run a call that names none: rows must fill its tiles.
 
-    H200, 32/8 heads of 128, us here and in Triton: 8 x 8192 with 32 queries 52 and 70, with 16
-    queries 80 and 88; 1 x 32768 with 8 queries (32 rows) 52 and 47.
+    H200, 32/8 heads of 128, us here (over revisions of the kernel) and in Triton: 8 x 4096 with 32
+    queries 48 to 62 and 70; 8 x 8192 with 16 queries 77 to 88 and 88; 1 x 32768 with 8 queries (32
+    rows) 51 to 71 and 47.
     """
     q, keys = call.queries.packed, call.keys
     if options.rows_per_seq is not None:
