@@ -29,8 +29,8 @@ class HopperTiles:
 def select_tiles(head_dim_k: int, head_dim_v: int) -> HopperTiles:
     """Tiles whose accumulators and scores fit into 240 registers a thread.
 
-    Microseconds of trial runs on an H200, bfloat16, 1 x 8192. The accumulator is rescaled at the end
-    of the loop: 32/8 heads of 128, 863 against 878 while the scores run.
+    Microseconds of trial runs on an H200, bfloat16, 1 x 8192. The accumulator is rescaled at the
+    end of the loop: 32/8 heads of 128, 863 against 878 while the scores run.
     """
     if head_dim_k > 192 or head_dim_v > 128:
         return HopperTiles(64, 2, q_in_registers=False)
