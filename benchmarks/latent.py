@@ -125,8 +125,8 @@ def flashmla(
     """FlashMLA's dense decode; its division of work is made once and reused, as ours is."""
     given = (q, cache.unsqueeze(2), DIM_V, lengths, table, DIM_K**-0.5, True)
     run = torch.ops._flashmla_C.dense_decode_fwd
-    _, _, *division = run(*given, None, None)
-    return lambda: run(*given, *division)[0]
+    _, _, *division = run(*given, None, None, None)
+    return lambda: run(*given, *division, None)[0]
 
 
 def format_calls(tune: bool) -> dict[str, list[Call]]:
