@@ -3,8 +3,8 @@
     PEERS=DIR python benchmarks/hopper.py --out benchmarks/results/hopper/h200.json
 
 PEERS names the folder with vLLM's build of FlashAttention-3 (`_vllm_fa3_C.abi3.so`). Every case is
-captured in CUDA graphs, one for each implementation, which are replayed in turn: a GPU at its power
-limit then slows all of them alike. Kernels are compiled beforehand, in processes side by side.
+captured in CUDA graphs, one for each implementation, which are replayed in turn, in an order that
+changes: a GPU at its power limit then slows all of them alike. Kernels are compiled beforehand, in processes side by side.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
+from random import Random
 from statistics import median
 
 import torch
@@ -28,7 +29,7 @@ import triton
 import anabranch as ab
 
 SAMPLE_US = 3000.0
-ROUNDS = 5
+ROUNDS = 9
 PROCESSES = 14
 Calls = list[Callable[[], object]]
 
@@ -206,7 +207,7 @@ def replay_us(graph: torch.cuda.CUDAGraph, count: int) -> float:
 
 
 def interleaved(candidates: dict[str, Calls]) -> dict[str, float]:
-    """Microseconds a call: medians over rounds in which every implementation has its turn."""
+    """Microseconds a call: medians over rounds in which each has its turn, in a random order."""
     graphs: dict[str, tuple[torch.cuda.CUDAGraph, int]] = {}
     for name, calls in candidates.items():
         for call in calls:
@@ -215,8 +216,11 @@ def interleaved(candidates: dict[str, Calls]) -> dict[str, float]:
         rounds = max(1, int(SAMPLE_US / replay_us(capture(calls, 1), 1)))
         graphs[name] = capture(calls, rounds), rounds * len(calls)
     samples: dict[str, list[float]] = {name: [] for name in graphs}
+    turns, shuffled = list(graphs), Random(0)
     for _ in range(ROUNDS):
-        for name, (graph, count) in graphs.items():
+        shuffled.shuffle(turns)  # near its power limit, a GPU is faster after a kernel that was slow
+        for name in turns:
+            graph, count = graphs[name]
             samples[name].append(replay_us(graph, 2) / count)
     return {name: median(times) for name, times in samples.items()}
 
