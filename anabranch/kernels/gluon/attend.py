@@ -8,7 +8,16 @@ from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.device import capability
 from anabranch.kernels.gluon.boxes import store_refusal, takes_rows
 from anabranch.kernels.gluon.config import HEAD_DIMS, HopperTiles, constants_from
-from anabranch.kernels.gluon.plan import HopperPlan, make_plan
+from anabranch.kernels.gluon.latent_attend import (
+    attend_latent_keys,
+    flatten_latent_plan,
+    latent_refusal,
+    prefers_latent,
+    rebuild_latent_plan,
+)
+from anabranch.kernels.gluon.latent_config import is_latent
+from anabranch.kernels.gluon.latent_plan import LatentPlan, make_latent_plan
+from anabranch.kernels.gluon.plan import HopperPlan, make_hopper_plan
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.state import AttentionState
 
@@ -25,6 +34,8 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
     queries 48 to 62 and 70; 8 x 8192 with 16 queries 77 to 88 and 88; 1 x 32768 with 8 queries (32
     rows) 51 to 71 and 47.
     """
+    if call.view.values_in_keys:
+        return prefers_latent(call, options)
     q, keys = call.queries.packed, call.keys
     if options.rows_per_seq is not None:
         return options.rows_per_seq >= MIN_ROWS
@@ -38,6 +49,8 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"it needs a Hopper GPU (compute capability 9), got q on {q.device}"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"it needs queries of float16 or bfloat16, got {str(q.dtype)[6:]}"
+    if view.values_in_keys:
+        return latent_refusal(call, options)
     dims = (q.shape[2], keys.head_dim_v)
     if dims not in HEAD_DIMS:
         known = ", ".join("/".join(map(str, pair)) for pair in HEAD_DIMS)
@@ -51,8 +64,6 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
     page = view.page_size
     if view.page_table is not None and (page < MIN_PAGE or page & (page - 1)):
         return f"pages must hold a power of two of at least {MIN_PAGE} keys, got {page}"
-    if view.values_in_keys:
-        return "values must have a store of their own"
     if not takes_rows(q):
         return f"q must have whole tokens, aligned to 16 bytes, got strides {q.stride()}"
     for name, store in (("k", view.k), ("v", view.v)):
@@ -61,8 +72,21 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
     return None
 
 
-def attend(call: AttendCall, plan: HopperPlan | None, out: AttentionState | None) -> AttentionState:
+def make_plan(call: AttendCall, options: PlanOptions) -> HopperPlan | LatentPlan:
+    """Divide the work of a call."""
+    if call.view.values_in_keys:
+        return make_latent_plan(call, options)
+    return make_hopper_plan(call, options)
+
+
+def attend(
+    call: AttendCall, plan: HopperPlan | LatentPlan | None, out: AttentionState | None
+) -> AttentionState:
     """The state of a call, in `out` if that is given."""
+    if call.view.values_in_keys:
+        assert not isinstance(plan, HopperPlan)
+        return attend_latent_keys(call, plan, out)
+    assert not isinstance(plan, LatentPlan)
     from anabranch.kernels.gluon.launch import attend as launch
 
     queries, _, rules, view = call
@@ -72,7 +96,7 @@ def attend(call: AttendCall, plan: HopperPlan | None, out: AttentionState | None
         state = new_state(call)
     if q.shape[0]:
         if plan is None:
-            plan = make_plan(call, PlanOptions())
+            plan = make_hopper_plan(call, PlanOptions())
         launch(q, view, rules, state, plan.order, plan.counter, plan.parts, plan.constants)
     if out is None or state is out:
         return state
@@ -81,12 +105,16 @@ def attend(call: AttendCall, plan: HopperPlan | None, out: AttentionState | None
     return out
 
 
-def flatten_plan(plan: HopperPlan) -> tuple[list[torch.Tensor], str]:
+def flatten_plan(plan: HopperPlan | LatentPlan) -> tuple[list[torch.Tensor], str]:
     """A plan as the arguments of a torch operator."""
+    if isinstance(plan, LatentPlan):
+        return flatten_latent_plan(plan)
     return [plan.order, plan.counter, *plan.parts], plan.constants.text
 
 
-def rebuild_plan(tensors: list[torch.Tensor], text: str) -> HopperPlan:
+def rebuild_plan(tensors: list[torch.Tensor], text: str) -> HopperPlan | LatentPlan:
     """The plan that was flattened."""
+    if is_latent(text):
+        return rebuild_latent_plan(tensors, text)
     order, counter, *parts = tensors
     return HopperPlan(order, counter, Parts(*parts), constants_from(text))

@@ -7,6 +7,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from anabranch.kernels.gluon.config import HopperConstants
+from anabranch.kernels.gluon.latent_config import LatentConstants
 from anabranch.keys import PLAIN, KeyStore
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
@@ -55,7 +56,23 @@ def row_boxes(x: torch.Tensor, pack: int, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
-def key_boxes(store: KeyStore, constants: HopperConstants, width: int) -> TensorDescriptor:
+def is_flat(x: torch.Tensor) -> bool:
+    """Whether the heads of all tokens lie at equal distances, for boxes of any 64 of them."""
+    token, head, dim = x.stride()
+    return dim == 1 and head > 0 and token == head * x.shape[1] and is_aligned(x, head)
+
+
+def flat_boxes(x: torch.Tensor, width: int) -> TensorDescriptor:
+    """Boxes [64, width] of [num_tokens * num_heads, dim]."""
+    num_tokens, num_heads, dim = x.shape
+    layout = gl.NVMMASharedLayout.get_default_for([64, width], DTYPES[x.dtype])
+    shape = [num_tokens * num_heads, dim]
+    return TensorDescriptor(x, shape, [x.stride(1), 1], [64, width], layout)
+
+
+def key_boxes(
+    store: KeyStore, constants: HopperConstants | LatentConstants, width: int
+) -> TensorDescriptor:
     """Boxes [keys, width] of a store: a row for each key, a range of columns for each head."""
     num_heads, dim = store.ptr.shape[-2:]
     rows = min(constants.page_size or constants.block_n, constants.block_n)

@@ -29,7 +29,7 @@ class HopperPlan:
     constants: HopperConstants
 
 
-def make_plan(call: AttendCall, options: PlanOptions) -> HopperPlan:
+def make_hopper_plan(call: AttendCall, options: PlanOptions) -> HopperPlan:
     """Select tiles, allocate, and order the work on the device."""
     queries, keys, rules, _ = call
     q, num_seqs = queries.packed, keys.num_seqs

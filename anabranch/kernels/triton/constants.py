@@ -36,6 +36,7 @@ class Division:
     num_workers: int  # teams of one program for each kv head
     block_price: int
     merge_price: int
+    least_share: int
     fixed_parts: bool
     part_tiles: int
     whole_rows: int
@@ -143,6 +144,7 @@ def attend_program(
             num_workers=max(num_programs // num_kv_heads, 1),
             block_price=config.block_price,
             merge_price=config.merge_price,
+            least_share=config.least_share,
             fixed_parts=fixed_parts,
             part_tiles=config.part_tiles,
             whole_rows=config.whole_rows,

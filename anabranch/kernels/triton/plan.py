@@ -34,15 +34,15 @@ def make_plan(call: AttendCall, options: PlanOptions) -> TritonPlan:
     program = _select_program(call, options)
     constants = program.constants
     blocks = num_blocks_bound(num_seqs, q.shape[0], constants)
-    num_slots = _num_slots(keys, blocks, constants)
-    shape = (num_slots, constants.tiles.block_m)
+    slots = num_slots(keys, blocks, constants)
+    shape = (slots, constants.tiles.block_m)
     size = schedule_size(num_seqs, q.shape[0], constants)
     plan = TritonPlan(
         torch.empty(size, dtype=torch.int32, device=q.device),
         Parts(
             torch.empty((*shape, constants.tiles.block_dv), dtype=torch.float32, device=q.device),
             torch.empty(shape, dtype=torch.float32, device=q.device),
-            torch.zeros(num_slots, dtype=torch.int32, device=q.device),
+            torch.zeros(slots, dtype=torch.int32, device=q.device),
         ),
         program,
     )
@@ -110,7 +110,7 @@ def _finest_scaling(view: KeyView) -> str:
     return next((name for name in ("block", "key", "tensor") if name in used), "none")
 
 
-def _num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
+def num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
     """Two for each worker; with fixed parts, one for each unit there can be."""
     division = constants.division
     if not division.fixed_parts:

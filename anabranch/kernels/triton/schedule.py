@@ -176,7 +176,7 @@ def schedule_kernel(
     if most == least:
         whole = tl.cdiv(num_blocks - num_empty, C.division.num_workers) * most
         share = tl.where(whole <= share + C.division.merge_price, whole, share)
-    share = tl.maximum(share, 1)
+    share = tl.maximum(share, C.division.least_share)
     # Many blocks of many rows are dealt out whole, in rounds, over all programs.
     num_rounds = 0
     if is_dealt(C):

@@ -1,0 +1,128 @@
+"""What the Hopper kernel for latent keys is compiled for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+
+from anabranch.kernels.config import AttendConfig
+from anabranch.kernels.triton.constants import AttendConstants, attend_program, program_from
+from anabranch.keys import PLAIN
+
+LATENT_DIMS = (576, 512)  # columns of a row, and of its value: two halves and 64 rotary columns
+BLOCK_ROWS = 64  # query rows (token, head) of a block
+HALF_KEYS = 64  # keys that one consumer scores
+TILE_KEYS = 2 * HALF_KEYS  # keys of a tile: both consumers' halves
+
+
+@dataclass(frozen=True, slots=True)
+class LatentTiles:
+    """How work is cut and registers are shared."""
+
+    least_share: int = 4  # tiles of a worker: parts of fewer cost more to merge than they save
+    merge_groups: int = 4  # groups of rows that are merged apart: 1, 2 or 4
+    merge_batch: int = 4  # parts loaded at a time
+    block_price: int = 1  # beginning a block takes as long as this many tiles,
+    merge_price: int = 1  # and a merge as long as this many
+    part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
+    consumer_registers: int = 240
+    producer_registers: int = 24
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LatentConstants:
+    """Tiles, the shapes of a call, and the division of work as the schedule knows it."""
+
+    tiles: LatentTiles
+    work: AttendConstants
+    causal: bool
+    num_heads: int
+    num_packs: int  # of heads: the blocks of a team, which read the same keys side by side
+    page_size: int
+    block_n: int  # keys of a half, which is what one copy fills
+    overlap: bool  # launched while the kernel ahead is still ending
+    text: str = ""
+
+    @property
+    def boxes_a_tile(self) -> int:
+        """Copies that fill the columns of a half: one, or one for each page."""
+        return max(self.block_n // self.page_size, 1)
+
+    @property
+    def max_registers(self) -> int:
+        """Of a thread at the start: two consumers and one group of producers share them."""
+        return (2 * self.tiles.consumer_registers + self.tiles.producer_registers) // 3
+
+
+def num_packs_of(num_heads: int) -> int:
+    """Teams of blocks that share keys; other numbers of heads fill blocks with (token, head)."""
+    return max(num_heads // BLOCK_ROWS, 1) if num_heads % BLOCK_ROWS == 0 else 1
+
+
+@cache
+def latent_constants(
+    tiles: LatentTiles,
+    *,
+    causal: bool,
+    num_heads: int,
+    page_size: int,
+    num_programs: int,
+    fixed_parts: bool = False,
+    overlap: bool = False,
+) -> LatentConstants:
+    """Join tiles with the shapes of a call; equal ones are the same object."""
+    num_packs = num_packs_of(num_heads)
+    config = AttendConfig(
+        BLOCK_ROWS,
+        TILE_KEYS,
+        num_warps=4,
+        num_stages=2,
+        workers_per_sm=1,
+        block_price=tiles.block_price,
+        merge_price=tiles.merge_price,
+        least_share=1 if fixed_parts else tiles.least_share,
+        part_tiles=tiles.part_tiles,
+        whole_rows=2048,
+    )
+    program = attend_program(
+        config,
+        causal=causal,
+        group=num_heads // num_packs,
+        num_kv_heads=num_packs,
+        head_dim_k=LATENT_DIMS[0],
+        head_dim_v=LATENT_DIMS[1],
+        num_programs=num_programs,
+        page_size=page_size,
+        k_format=PLAIN,
+        v_format=PLAIN,
+        values_in_keys=True,
+        fixed_parts=fixed_parts,
+        overlap=overlap,
+    )
+    constants = LatentConstants(
+        tiles, program.constants, causal, num_heads, num_packs, page_size, HALF_KEYS, overlap
+    )
+    shape = {name: getattr(constants, name) for name in ("causal", "num_heads", "page_size")}
+    text = {"latent": shape | {"overlap": overlap}, "tiles": asdict(tiles), "work": program.text}
+    return replace(constants, text=json.dumps(text))
+
+
+def is_latent(text: str) -> bool:
+    """Whether a text is that of latent constants."""
+    return text.startswith('{"latent"')
+
+
+@cache
+def latent_constants_from(text: str) -> LatentConstants:
+    """The constants that were written as this text."""
+    fields = json.loads(text)
+    shape = fields["latent"]
+    return LatentConstants(
+        LatentTiles(**fields["tiles"]),
+        program_from(fields["work"]).constants,
+        num_packs=num_packs_of(shape["num_heads"]),
+        block_n=HALF_KEYS,
+        text=text,
+        **shape,
+    )

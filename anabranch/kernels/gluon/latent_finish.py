@@ -1,0 +1,186 @@
+"""The end of an item of latent keys: rows of a state, or of a part that somebody merges.
+
+Each consumer has half of the columns, and writes, leaves and merges them by itself. The rows of a
+part leave in groups, each worker beginning with another one: workers that end together are then
+last at different groups, and share the merge. Nobody waits.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
+
+from anabranch.kernels.gluon.barriers import bar_arrive, bar_sync, uniform
+from anabranch.kernels.gluon.finish import store_columns
+from anabranch.kernels.gluon.latent_copies import (
+    BOTH_AND_PRODUCER,
+    Q_FREE,
+    SUMS_DONE,
+    first_query,
+)
+from anabranch.kernels.triton.merge_tree import slot_of
+from anabranch.kernels.triton.online_softmax import LN_2, finish_merge, merge_part, pivot_of
+from anabranch.kernels.triton.schedule_layout import read_block, read_header
+
+MERGE_ROWS = gl.constexpr(16)  # merged at a time
+COLUMNS = gl.constexpr(256)  # of a consumer
+
+
+@gluon.jit
+def finish_latent(
+    acc, thread_totals, peak, block, part, pack, sums, staging, out_desc, out_rows, lse_rows,
+    parts, C: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Write the columns of an item that has ended; peaks are in base 2."""
+    _, first_row, q_start, q_len, _ = block
+    _, num_parts, _ = part
+    layout: gl.constexpr = peak.type.layout
+    own = gl.convert_layout(gl.sum(thread_totals, 1), layout)
+    sums.index(HALF).store(own)
+    bar_sync(SUMS_DONE, 256)
+    total = own + sums.index(1 - HALF).load(layout)
+    lse = (pivot_of(peak) + gl.log2(total)) * LN_2
+    factor = 1.0 / gl.where(total == 0.0, 1.0, total)
+    out = acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
+    num_rows = q_len * C.work.group
+    rows = gl.arange(0, 64, layout)
+    left = gl.minimum(num_rows - first_row, 64)
+    if num_parts == 1:
+        row = first_query(q_start, first_row, pack, C)
+        places = block_rows(rows, first_row, q_start, pack, C)
+        if HALF == 0:
+            store_lse(lse, places, rows < left, lse_rows, C)
+        if left == 64:
+            staging.store(out.to(staging.dtype))
+            fence_async_shared()
+            tma.async_copy_shared_to_global(out_desc, [row, HALF * COLUMNS], staging)
+            tma.store_wait(0)
+        else:
+            starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS
+            store_columns(out, out_rows.ptr, starts, rows < left)
+        bar_arrive(Q_FREE, BOTH_AND_PRODUCER)
+    else:
+        bar_arrive(Q_FREE, BOTH_AND_PRODUCER)
+        leave_groups(
+            out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows, C, HALF
+        )
+
+
+@gluon.jit
+def block_rows(rows, first_row, q_start, pack, C: gl.constexpr):
+    """Where rows of a block lie in [num_tokens * num_heads]."""
+    GROUP: gl.constexpr = C.work.group
+    rows = first_row + rows
+    return (q_start + rows // GROUP) * C.num_heads + pack * GROUP + rows % GROUP
+
+
+@gluon.jit
+def store_lse(lse, places, inside, lse_rows, C: gl.constexpr):
+    """The LSEs of rows, whose tensor may have any strides."""
+    tokens = (places // C.num_heads).to(gl.int64)
+    heads = (places % C.num_heads).to(gl.int64)
+    gl.store(lse_rows.ptr + tokens * lse_rows.token + heads * lse_rows.head, lse, inside)
+
+
+@gluon.jit
+def leave_groups(
+    out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
+    C: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Leave the rows of a part group by group, and merge the groups that are complete."""
+    index, num_parts, first_slot = part
+    outs_ptr, lses_ptr, counters_ptr = parts
+    W: gl.constexpr = C.work
+    GROUPS: gl.constexpr = C.tiles.merge_groups
+    GROUP_ROWS: gl.constexpr = 64 // GROUPS
+    slot = slot_of(index, first_slot, pack, W) * 2 + HALF
+    counter = counters_ptr + (slot_of(num_parts * 0, first_slot, pack, W) * 2 + HALF) * GROUPS
+    places = slot * 64 + rows
+    for step in range(0, GROUPS):
+        group = (index + 1 + step) % GROUPS
+        first = group * GROUP_ROWS
+        if first < left:
+            inside = (rows >= first) & (rows < first + GROUP_ROWS) & (rows < left)
+            gl.store(lses_ptr + places, lse, inside)
+            store_columns(out, outs_ptr, places * COLUMNS, inside)
+            if is_last_part(counter + group, num_parts):
+                stop = gl.minimum(first + GROUP_ROWS, left)
+                for row in range(first, stop, MERGE_ROWS):
+                    merge_latent_rows(
+                        row, stop, first_row, q_start, num_parts, first_slot, pack, parts,
+                        out_rows, lse_rows, C, HALF,
+                    )  # fmt: skip
+
+
+@gluon.jit
+def is_last_part(counter, num_parts):
+    """Whether this consumer is the last to leave a group of rows; it resets the counter."""
+    gl.thread_barrier()  # every warp's stores come before the release below
+    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+    last = uniform(before) == num_parts - 1
+    if last:
+        gl.store(counter, 0)
+    return last
+
+
+@gluon.jit
+def merge_latent_rows(
+    row, stop, first_row, q_start, num_parts, first_slot, pack, parts, out_rows, lse_rows,
+    C: gl.constexpr, HALF: gl.constexpr,
+):  # fmt: skip
+    """Merge some rows of all parts, in the order of their keys, and write them.
+
+    Loads pass by the L1 cache: other processors wrote the parts.
+    """
+    outs_ptr, lses_ptr, _ = parts
+    W: gl.constexpr = C.work
+    BATCH: gl.constexpr = C.tiles.merge_batch
+    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
+    rows = row + gl.arange(0, MERGE_ROWS, row_layout)
+    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    peak = gl.full([MERGE_ROWS], -float("inf"), gl.float32, row_layout)
+    total = gl.zeros([MERGE_ROWS], gl.float32, row_layout)
+    merged = gl.zeros([MERGE_ROWS, COLUMNS], gl.float32, layout)
+    for part in range(0, num_parts, BATCH):
+        outs = ()
+        lses = ()
+        for i in gl.static_range(BATCH):
+            present = (rows < stop) & (part + i < num_parts)
+            places = (slot_of(part + i, first_slot, pack, W) * 2 + HALF) * 64 + rows
+            lse = gl.load(lses_ptr + places, present, other=-float("inf"), cache_modifier=".cg")
+            ptrs = outs_ptr + (places * COLUMNS)[:, None] + columns
+            out = gl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
+            outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
+            lses = lses + (lse,)  # noqa: RUF005
+        for i in gl.static_range(BATCH):
+            peak, total, merged = merge_part((peak, total, merged), outs[i], lses[i])
+    out, lse = finish_merge((peak, total, merged))
+    places = block_rows(rows, first_row, q_start, pack, C)
+    if HALF == 0:
+        store_lse(lse, places, rows < stop, lse_rows, C)
+    starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS
+    store_columns(out, out_rows.ptr, starts, rows < stop)
+
+
+@gluon.jit
+def write_empty_blocks(
+    schedule_ptr, worker, pack, out_rows, lse_rows, o_layout: gl.constexpr, C: gl.constexpr,
+    HALF: gl.constexpr,
+):  # fmt: skip
+    """Write the blocks that see no keys: no worker's share leads there."""
+    W: gl.constexpr = C.work
+    NUM_WORKERS: gl.constexpr = W.division.num_workers
+    _, _, num_blocks, num_empty, _, _ = read_header(schedule_ptr)
+    if num_empty > 0:
+        rows = gl.arange(0, 64, gl.SliceLayout(1, o_layout))
+        for block in range(worker, num_blocks, NUM_WORKERS):
+            _, first_row, q_start, q_len, _, _, num_tiles, _ = read_block(schedule_ptr, block, W)
+            if num_tiles == 0:
+                inside = (first_row + rows < q_len * W.group) & (worker < NUM_WORKERS)
+                places = block_rows(rows, first_row, q_start, pack, C)
+                if HALF == 0:
+                    empty = gl.full([64], -float("inf"), gl.float32, rows.type.layout)
+                    store_lse(empty, places, inside, lse_rows, C)
+                zeros = gl.zeros([64, COLUMNS], out_rows.ptr.dtype.element_ty, o_layout)
+                starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS
+                store_columns(zeros, out_rows.ptr, starts, inside)

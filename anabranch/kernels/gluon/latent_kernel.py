@@ -1,0 +1,111 @@
+"""The Hopper kernel for latent keys: its launch, shared memory, and a function for each role."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.gluon.barriers import make_barriers
+from anabranch.kernels.gluon.boxes import flat_boxes, key_boxes
+from anabranch.kernels.gluon.latent_config import LatentConstants
+from anabranch.kernels.gluon.latent_consumers import consume_latent
+from anabranch.kernels.gluon.latent_copies import produce_latent
+from anabranch.kernels.triton.addressing import Rows
+from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.keys import KeyView
+from anabranch.rules import Rules
+from anabranch.state import AttentionState
+
+
+def attend_latent(
+    q: torch.Tensor,  # [num_tokens, num_heads, 576]
+    view: KeyView,
+    rules: Rules,
+    state: AttentionState,
+    schedule: torch.Tensor,
+    parts: Parts,
+    constants: LatentConstants,
+) -> None:
+    """Write the state of `q` over latent keys, as `schedule` divides the work."""
+    c, k, table, tree = constants, view.k, view.page_table, rules.tree_mask
+    assert table is not None
+    attend_latent_kernel[c.work.division.num_programs,](
+        flat_boxes(q, 256),
+        flat_boxes(q, 64),
+        key_boxes(k, c, 256),
+        key_boxes(k, c, 64),
+        flat_boxes(state.out, 256),
+        k.page // k.key,
+        table,
+        table.stride(0),
+        rules._replace(
+            causal=None,  # a constant
+            scale=rules.scale * math.log2(math.e),
+            tree_mask=None,
+        ),
+        None if tree is None else tree.contiguous().view(torch.uint8),
+        0 if tree is None else tree.shape[1],
+        Rows(state.out, *state.out.stride()),
+        Rows(state.lse, *state.lse.stride(), 0),
+        schedule,
+        parts,
+        c,
+        num_warps=4,
+        maxnreg=c.max_registers,
+        **({"launch_pdl": True} if c.overlap else {}),
+    )
+
+
+@gluon.jit(do_not_specialize=["table_stride", "tree_width"])
+def attend_latent_kernel(
+    q_desc, q_rest_desc, k_desc, k_rest_desc, out_desc,
+    page_rows,  # rows from one page to the next
+    table_ptr,  # [num_seqs, max_pages]
+    table_stride,
+    rules,  # Rules, with the scale of logits in base 2
+    tree_ptr,  # uint8 [num_tokens, tree_width] or None
+    tree_width,
+    out_rows,  # Rows [num_tokens, num_heads, 512]
+    lse_rows,  # Rows [num_tokens, num_heads, 1]
+    schedule_ptr,  # as the Triton kernel's schedule.py lays it out
+    parts,  # Parts
+    C: gl.constexpr,  # LatentConstants
+):  # fmt: skip
+    """Attend to the items of each worker's share: two consumers and a producer."""
+    if C.overlap:  # nothing is read before the kernel ahead has ended
+        gdc_wait()
+        gdc_launch_dependents()
+    line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    q_left = gl.allocate_shared_memory(q_desc.dtype, [1, 64, 256], q_desc.layout)
+    q_right = gl.allocate_shared_memory(q_desc.dtype, [1, 64, 256], q_desc.layout)
+    p_odd = gl.allocate_shared_memory(q_desc.dtype, [64, 64], q_rest_desc.layout)
+    p_even = gl.allocate_shared_memory(q_desc.dtype, [64, 64], q_rest_desc.layout)
+    k_left = gl.allocate_shared_memory(k_desc.dtype, [2, 64, 256], k_desc.layout)
+    k_right = gl.allocate_shared_memory(k_desc.dtype, [2, 64, 256], k_desc.layout)
+    k_rest = gl.allocate_shared_memory(k_desc.dtype, [2, 64, 64], k_rest_desc.layout)
+    peak_even = gl.allocate_shared_memory(gl.float32, [64], line)
+    peak_odd = gl.allocate_shared_memory(gl.float32, [64], line)
+    sums = gl.allocate_shared_memory(gl.float32, [2, 64], line)
+    full = (make_barriers(2, 1), make_barriers(2, 1))
+    q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(q_full, count=1)
+    fence_async_shared()
+    q, k = (q_left, q_right), (k_left, k_right, k_rest)
+    exchange = (p_even, p_odd, peak_even, peak_odd)
+    gl.warp_specialize(
+        [
+            (consume_latent, (q, k, exchange, sums, full, q_full, out_desc, rules, tree_ptr,
+                              tree_width, out_rows, lse_rows, schedule_ptr, parts, C, 0)),
+            (consume_latent, (q, k, exchange, sums, full, q_full, out_desc, rules, tree_ptr,
+                              tree_width, out_rows, lse_rows, schedule_ptr, parts, C, 1)),
+            (produce_latent, (q, k, p_odd, full, q_full, q_desc, q_rest_desc, k_desc, k_rest_desc,
+                              page_rows, table_ptr, table_stride, schedule_ptr, C)),
+        ],
+        [4, 1],
+        [C.tiles.consumer_registers, C.tiles.producer_registers],
+    )  # fmt: skip
