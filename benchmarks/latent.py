@@ -1,4 +1,4 @@
-"""Latent decode against FlashMLA, and quantised caches against bfloat16, by CUDA-graph replay.
+"""Latent decode beside FlashMLA, and quantised caches beside bfloat16, by CUDA-graph replay.
 
     python benchmarks/latent.py --peers SITE        # SITE holds vLLM's _flashmla_C.abi3.so
     python benchmarks/latent.py --only formats
@@ -21,7 +21,9 @@ import torch
 
 import anabranch as ab
 from anabranch.bench.timing import event_us
+from anabranch.device import capability
 from anabranch.kernels.config import AttendConfig
+from anabranch.kernels.gluon.latent_config import LatentTiles
 from anabranch.keys import KeySource
 from anabranch.keys.formats import FORMATS, empty_store
 
@@ -74,6 +76,11 @@ TILES = {
         AttendConfig(32, 32, 8, 3, 1, keys_first=True, merge_batch=4, whole_rows=2048),
     ],
 }
+LATENT_TILES = [
+    LatentTiles(least_share=2),
+    LatentTiles(least_share=8),
+    LatentTiles(merge_groups=1),
+]
 DECODING = [
     AttendConfig(16, 64, 4, 3, 2, keys_first=True),
     AttendConfig(16, 64, 4, 4, 2, keys_first=True),
@@ -84,9 +91,11 @@ DECODING = [
 ]
 
 
-def planned(q: torch.Tensor, keys: KeySource, config: AttendConfig | None = None) -> Call:
+def planned(
+    q: torch.Tensor, keys: KeySource, config: object | None = None, impl: str | None = None
+) -> Call:
     """A call that reuses a plan, as the layers of a step do."""
-    plan = ab.make_plan(q, keys, config=config)
+    plan = ab.make_plan(q, keys, config=config, impl=impl)
     return lambda: ab.attend(q, keys, plan=plan).out
 
 
@@ -103,15 +112,24 @@ def latent_calls(case: LatentCase, tune: bool, peer: bool) -> dict[str, list[Cal
         keys = ab.LatentKV(cache, table, lengths, DIM_V)
         shape = (case.num_seqs, case.q_len, case.num_heads, DIM_K)
         q = torch.randn(shape, dtype=BRAIN, device=CUDA)
-        calls.setdefault("anabranch", []).append(planned(q, keys))
+        for impl in implementations():
+            calls.setdefault(f"anabranch {impl}", []).append(planned(q, keys, impl=impl))
+        for tiles in LATENT_TILES if tune and "gluon" in implementations() else ():
+            name = f"gluon, {tiles.least_share} tiles at least, {tiles.merge_groups} groups"
+            calls.setdefault(name, []).append(planned(q, keys, tiles, "gluon"))
         for config in tiles_of(case) if tune else ():
             name = f"{config.block_m} x {config.block_n}, {config.num_warps} warps, "
             name += f"{config.num_stages} stages{', keys first' if config.keys_first else ''}"
-            calls.setdefault(name, []).append(planned(q, keys, config))
+            calls.setdefault(name, []).append(planned(q, keys, config, "triton"))
         if peer:
             calls.setdefault("FlashMLA", []).append(flashmla(q, cache, lengths, table))
         check(calls, keys, q)
     return calls
+
+
+def implementations() -> list[str]:
+    """Producers that this GPU has."""
+    return ["gluon", "triton"] if capability(torch.device("cuda", 0))[0] == 9 else ["triton"]
 
 
 def tiles_of(case: LatentCase) -> list[AttendConfig]:

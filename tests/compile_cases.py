@@ -16,11 +16,13 @@ from importlib import import_module
 
 import torch
 from configurations import every_attend_config
-from hot_loop import serialised, waits_after_exponentials
+from hot_loop import loops_stay_in_registers, serialised, waits_after_exponentials
 
 from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
 from anabranch.kernels.gluon.config import hopper_constants, pack_of, select_tiles
+from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
+from anabranch.kernels.gluon.latent_kernel import attend_latent
 from anabranch.kernels.gluon.launch import attend as gluon_attend
 from anabranch.kernels.gluon.order import order, order_size
 from anabranch.kernels.triton.append_kv import append_kv
@@ -188,6 +190,26 @@ def gluon_cases(_: int) -> Iterator[Case]:
     yield "every rule", partial(launch, (128, 128), 4, 16, True, every_rule)
 
 
+def latent_cases(_: int) -> Iterator[Case]:
+    """Teams of heads and blocks of tokens and heads, pages of each kind, fixed parts, rules."""
+    plain = Rules(causal=True, scale=0.1)
+    every_rule = Rules(causal=True, window=100, softcap=30.0, scale=0.1)
+
+    def launch(num_heads: int, page_size: int, fixed_parts: bool, rules: Rules) -> None:
+        constants = latent_constants(
+            LatentTiles(), causal=True, num_heads=num_heads, page_size=page_size,
+            num_programs=132, fixed_parts=fixed_parts, overlap=True,
+        )  # fmt: skip
+        keys = LatentKV(meta(64, page_size, 576, dtype=BRAIN), ints(8, 16), ints(8), 512)
+        state = AttentionState(meta(8, num_heads, 512, dtype=BRAIN), meta(8, num_heads))
+        q = meta(8, num_heads, 576, dtype=BRAIN)
+        attend_latent(q, keys.view(), rules, state, ints(1024), SCRATCH, constants)
+
+    yield "128 heads, pages of 64", partial(launch, 128, 64, False, plain)
+    yield "16 heads, pages of 16, fixed parts", partial(launch, 16, 16, True, plain)
+    yield "every rule", partial(launch, 16, 16, False, every_rule)
+
+
 def order_cases(_: int) -> Iterator[Case]:
     """Each kind of lengths, with a window, with fixed parts, and never cut."""
 
@@ -337,6 +359,7 @@ TRITON = "anabranch.kernels.triton"
 GLUON = "anabranch.kernels.gluon"
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{GLUON}.kernel": gluon_cases,
+    f"{GLUON}.latent_kernel": latent_cases,
     f"{GLUON}.order": order_cases,
     f"{TRITON}.append_kv": append_kv_cases,
     f"{TRITON}.attend_kernel": attend_cases,
@@ -346,6 +369,11 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{TRITON}.merge_parts": merge_parts_cases,
     f"{TRITON}.share_pages": share_pages_cases,
     f"{TRITON}.schedule": schedule_cases,
+}
+# What the loops of a warp-specialised kernel must do, by its name
+LOOPS = {
+    "attend_kernel": waits_after_exponentials,
+    "attend_latent_kernel": loops_stay_in_registers,
 }
 
 
@@ -362,5 +390,6 @@ if __name__ == "__main__":
             found = {"case": case, **asdict(resources(compiled))}
             if launch.kernel.is_gluon():
                 found["serialised"] = serialised(compiled.asm["ptx"])
-                found["waits_last"] = waits_after_exponentials(compiled.asm["cubin"])
+                check = LOOPS[launch.kernel.__name__]
+                found[check.__name__] = check(compiled.asm["cubin"])
             print(json.dumps(found))

@@ -27,20 +27,45 @@ def waits_after_exponentials(cubin: bytes) -> bool:
 
     ptxas likes to lift that wait; the tensor cores then idle while weights are computed.
     """
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [TOOLS / "nvdisasm", "-c", file.name]
-        sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    body = _hot_loop(sass.splitlines())
+    body = _hot_loop(_disassembled(cubin))
     scores = next(i for i, line in enumerate(body) if re.search(r"DEPBAR.LE gsb0, 0x[12]", line))
     values = next(i for i, line in enumerate(body) if "DEPBAR.LE gsb0, 0x0" in line)
     exponentials = [i for i, line in enumerate(body) if "MUFU.EX2" in line]
     return scores < min(exponentials) and max(exponentials) < values
 
 
+def loops_stay_in_registers(cubin: bytes) -> bool:
+    """Whether both loops that multiply matrices, one for each consumer, touch no local memory."""
+    loops = sorted(
+        (
+            body
+            for body in _loops(_disassembled(cubin))
+            if sum("HGMMA" in line for line in body) > 1
+        ),
+        key=len,
+    )
+    return not any(re.search(r"\b(LDL|STL)\b", line) for body in loops[:2] for line in body)
+
+
+def _disassembled(cubin: bytes) -> list[str]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [TOOLS / "nvdisasm", "-c", file.name]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+
 def _hot_loop(lines: list[str]) -> list[str]:
     """The shortest loop that waits for scores while something else is under way."""
+    pattern = r"DEPBAR.LE gsb0, 0x[12]"
+    loops = (body for body in _loops(lines) if any(re.search(pattern, line) for line in body))
+    return min(loops, key=len)
+
+
+def _loops(lines: list[str]) -> list[list[str]]:
+    """The lines between each jump back and where it goes."""
     labels = {
         found[1]: i for i, line in enumerate(lines) if (found := re.match(r"(\.L_x_\d+):", line))
     }
@@ -48,7 +73,5 @@ def _hot_loop(lines: list[str]) -> list[str]:
     for i, line in enumerate(lines):
         jump = re.search(r"BRA `\((\.L_x_\d+)\)", line)
         if jump and labels.get(jump[1], i) < i:
-            body = lines[labels[jump[1]] : i + 1]
-            if any(re.search(r"DEPBAR.LE gsb0, 0x[12]", each) for each in body):
-                loops.append(body)
-    return min(loops, key=len)
+            loops.append(lines[labels[jump[1]] : i + 1])
+    return loops

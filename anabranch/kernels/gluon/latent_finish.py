@@ -95,6 +95,7 @@ def leave_groups(
     slot = slot_of(index, first_slot, pack, W) * 2 + HALF
     counter = counters_ptr + (slot_of(num_parts * 0, first_slot, pack, W) * 2 + HALF) * GROUPS
     places = slot * 64 + rows
+    complete = 0  # a bit for each group that this consumer has to merge
     for step in range(0, GROUPS):
         group = (index + 1 + step) % GROUPS
         first = group * GROUP_ROWS
@@ -102,13 +103,17 @@ def leave_groups(
             inside = (rows >= first) & (rows < first + GROUP_ROWS) & (rows < left)
             gl.store(lses_ptr + places, lse, inside)
             store_columns(out, outs_ptr, places * COLUMNS, inside)
-            if is_last_part(counter + group, num_parts):
-                stop = gl.minimum(first + GROUP_ROWS, left)
-                for row in range(first, stop, MERGE_ROWS):
-                    merge_latent_rows(
-                        row, stop, first_row, q_start, num_parts, first_slot, pack, parts,
-                        out_rows, lse_rows, C, HALF,
-                    )  # fmt: skip
+            is_last = is_last_part(counter + group, num_parts)
+            complete = complete | (is_last.to(gl.int32) << group)
+    # Merged only now that the part has left: its rows and those of others exceed the registers.
+    for group in range(0, GROUPS):
+        if ((complete >> group) & 1) != 0:
+            stop = gl.minimum((group + 1) * GROUP_ROWS, left)
+            for row in range(group * GROUP_ROWS, stop, MERGE_ROWS):
+                merge_latent_rows(
+                    row, stop, first_row, q_start, num_parts, first_slot, pack, parts,
+                    out_rows, lse_rows, C, HALF,
+                )  # fmt: skip
 
 
 @gluon.jit
