@@ -4,7 +4,8 @@
 
 PEERS names the folder with vLLM's build of FlashAttention-3 (`_vllm_fa3_C.abi3.so`). Every case is
 captured in CUDA graphs, one for each implementation, which are replayed in turn, in an order that
-changes: a GPU at its power limit then slows all of them alike. Kernels are compiled beforehand, in processes side by side.
+changes: a GPU at its power limit then slows all of them alike. Kernels are compiled beforehand, in
+processes side by side.
 """
 
 from __future__ import annotations
@@ -218,7 +219,9 @@ def interleaved(candidates: dict[str, Calls]) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     turns, shuffled = list(graphs), Random(0)
     for _ in range(ROUNDS):
-        shuffled.shuffle(turns)  # near its power limit, a GPU is faster after a kernel that was slow
+        shuffled.shuffle(
+            turns
+        )  # near its power limit, a GPU is faster after a kernel that was slow
         for name in turns:
             graph, count = graphs[name]
             samples[name].append(replay_us(graph, 2) / count)

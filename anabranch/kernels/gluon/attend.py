@@ -24,15 +24,15 @@ from anabranch.state import AttentionState
 __all__ = ["attend", "flatten_plan", "make_plan", "prefers", "rebuild_plan", "refusal"]
 
 MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's loads
-MIN_ROWS = 48  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
+MIN_ROWS = 32  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
 
 
 def prefers(call: AttendCall, options: PlanOptions) -> bool:
     """Whether this producer should run a call that names none: rows must fill its tiles.
 
-    H200, 32/8 heads of 128, us here (over revisions of the kernel) and in Triton: 8 x 4096 with 32
-    queries 48 to 62 and 70; 8 x 8192 with 16 queries 77 to 88 and 88; 1 x 32768 with 8 queries (32
-    rows) 51 to 71 and 47.
+    H200, 32/8 heads of 128, us here and in Triton: 8 queries (32 rows), 1 x 32768 46.5 and 47.5,
+    8 x 8192 73.2 and 79.0; 4 queries, 64/8 heads, 16 x 8192 131 and 147; 16 queries, 8 x 8192 77.2
+    and 91.8. But 3 queries, 64/8 heads (24 rows), 8 x 259 10.4 and 10.0.
     """
     if call.view.values_in_keys:
         return prefers_latent(call, options)

@@ -9,6 +9,7 @@ import torch
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_overlap, num_sms
 from anabranch.kernels.gluon.config import (
+    FEW_BLOCKS,
     HopperConstants,
     HopperTiles,
     hopper_constants,
@@ -67,9 +68,12 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     queries, keys, rules, view = call
     q = queries.packed
     num_tokens, num_heads, head_dim_k = q.shape
-    tiles = options.config or select_tiles(head_dim_k, keys.head_dim_v)
-    assert isinstance(tiles, HopperTiles)
     pack = pack_of(num_heads // keys.num_kv_heads)
+    blocks = max(num_tokens * pack // BLOCK_M.value, keys.num_seqs) * num_heads // pack
+    # Tiles that depended on the number of sequences would not be batch-invariant.
+    few_blocks = blocks <= FEW_BLOCKS and not options.batch_invariant
+    tiles = options.config or select_tiles(head_dim_k, keys.head_dim_v, few_blocks=few_blocks)
+    assert isinstance(tiles, HopperTiles)
     programs = num_sms(q.device)
     splits = may_split(keys.num_seqs, num_tokens, num_heads // pack, pack, programs)
     return hopper_constants(
