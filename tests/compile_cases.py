@@ -160,10 +160,16 @@ def gluon_cases(_: int) -> Iterator[Case]:
     every_rule = Rules(causal=True, window=100, softcap=30.0, scale=0.1, sinks=meta(32))
 
     def launch(
-        dims: tuple[int, int], group: int, page_size: int, splits: bool, rules: Rules
+        dims: tuple[int, int],
+        group: int,
+        page_size: int,
+        splits: bool,
+        rules: Rules,
+        *,
+        few_blocks: bool = False,
     ) -> None:
         constants = hopper_constants(
-            select_tiles(*dims),
+            select_tiles(*dims, few_blocks=few_blocks),
             causal=True,
             pack=pack_of(group),
             num_heads=32,
@@ -183,6 +189,8 @@ def gluon_cases(_: int) -> Iterator[Case]:
 
     yield "128, whole blocks", partial(launch, (128, 128), 4, 0, False, plain)
     yield "128, pages and parts", partial(launch, (128, 128), 4, 16, True, plain)
+    few_blocks = partial(launch, (128, 128), 4, 16, True, plain, few_blocks=True)
+    yield "128, few blocks", few_blocks
     yield "192/128", partial(launch, (192, 128), 1, 0, False, plain)
     yield "256", partial(launch, (256, 256), 4, 16, False, plain)
     yield "64", partial(launch, (64, 64), 4, 0, True, plain)
