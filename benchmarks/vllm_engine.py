@@ -111,15 +111,16 @@ def summary(
             steps.append(when - before)
             emitted.append(sum(new.values()))
         before = when
-    step = median(steps[1:] or steps)  # the first also prepares the batch
-    tokens = sum(emitted) / len(emitted) / num_seqs
-    return {
+    found = {
         "prompt_ms": (prompts_done - start) * 1e3,
-        "step_ms": step * 1e3,
-        "token_ms": step * 1e3 / tokens,
         "total_ms": (arrivals[-1][0] - start) * 1e3,
         "num_steps": len(steps),
     }
+    if steps:  # none where the first sequences end before the last begin
+        step = median(steps[1:] or steps)  # the first also prepares the batch
+        tokens = sum(emitted) / len(emitted) / num_seqs
+        found |= {"step_ms": step * 1e3, "token_ms": step * 1e3 / tokens}
+    return found
 
 
 class Engine:

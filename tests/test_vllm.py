@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib import import_module
 from types import SimpleNamespace
@@ -22,6 +23,7 @@ from anabranch.integrations.vllm.context_ranks import ContextRanks, attend_acros
 from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
 from anabranch.integrations.vllm.layer_options import LayerOptions, refusal
 from anabranch.integrations.vllm.query_sections import find_bounds
+from anabranch.kernels.gluon.config import select_tiles
 from anabranch.state import AttentionState, merge_stacked
 
 HEADS, KV_HEADS, DIM, PAGE, NUM_PAGES = 6, 2, 16, 4, 64
@@ -314,6 +316,15 @@ def test_registration(monkeypatch: pytest.MonkeyPatch, chosen: Backends | None) 
     assert backend.get_name() == "CUSTOM"
     assert backend.supports_combination(512, torch.float16, "auto", None, use_mla=False)
     assert backend.supports_combination(64, torch.float16, "auto", None, use_mla=False) is None
+
+
+def test_listeners_of_the_compiler_are_told_our_constants(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.26.0")
+    jit = import_module("triton.runtime.jit")
+    constants = {(0,): select_tiles(128, 128), (1,): 3}
+    import_module(f"{OURS}.backend")
+    text = jit.serialize_specialization_data("kernel", {}, constants, {}, SimpleNamespace(), "key")
+    assert json.loads(text)["constant_vals"] == [str(select_tiles(128, 128)), 3]
 
 
 def test_an_unsupported_version_is_refused_when_the_backend_is_chosen(

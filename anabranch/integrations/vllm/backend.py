@@ -7,13 +7,18 @@ from typing import Any, ClassVar
 import torch
 
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
-from anabranch.integrations.vllm.compat import DeclaredCache, attention_interface
+from anabranch.integrations.vllm.compat import (
+    DeclaredCache,
+    attention_interface,
+    describe_constants,
+)
 from anabranch.integrations.vllm.context_ranks import attend_across_ranks, find_ranks
 from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
 from anabranch.integrations.vllm.layer_options import CACHE_DTYPES, LayerOptions, refusal
 from anabranch.integrations.vllm.metadata_builder import AnabranchMetadataBuilder
 
 _interface = attention_interface()
+describe_constants()
 
 
 class AnabranchAttention(_interface.AttentionImpl):

@@ -6,7 +6,9 @@ declares that shape and its order in memory; later versions derive both from the
 
 from __future__ import annotations
 
+from dataclasses import is_dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 OLDEST, NEWEST = (0, 26), (0, 32)
@@ -28,6 +30,27 @@ def attention_interface() -> Any:
     vllm: Any = import_module("vllm")
     check_version(vllm.__version__)
     return import_module("vllm.v1.attention.backend")
+
+
+def describe_constants() -> None:
+    """Let Triton describe our kernels to listeners of its compiler, of which vLLM is one.
+
+    Triton writes a kernel's constants as JSON for them, which takes plain values only; ours are
+    dataclasses, and go in as their text.
+    """
+    if find_spec("triton") is None:
+        return
+    jit: Any = import_module("triton.runtime.jit")
+    serialize = jit.serialize_specialization_data
+    if getattr(serialize, "takes_dataclasses", False):
+        return
+
+    def with_text(name: str, signature: Any, constants: dict[Any, Any], *others: Any) -> Any:
+        plain = {place: str(x) if is_dataclass(x) else x for place, x in constants.items()}
+        return serialize(name, signature, plain, *others)
+
+    with_text.takes_dataclasses = True  # pyright: ignore[reportFunctionMemberAccess]
+    jit.serialize_specialization_data = with_text
 
 
 def combine_across_ranks(parallel_config: Any) -> Any:
