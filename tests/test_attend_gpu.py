@@ -21,6 +21,7 @@ from cases import (
 
 from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, attend, make_plan
 from anabranch.append import append_kv
+from anabranch.kernels.compile_ahead import compiling_ahead
 from anabranch.kernels.config import AttendConfig
 
 pytestmark = pytest.mark.gpu
@@ -309,3 +310,14 @@ def test_large_batch_of_short_sequences() -> None:
     case = Case(tuple(q_lens), tuple(lengths), page_size=16, dims=(128, 128), group=4)
     q, keys, options = make_inputs(replace(case, dtype=BRAIN, num_kv_heads=8, device="cuda"), 0)
     assert_right(attend(q, keys, **options), q, keys, options)
+
+
+def test_kernels_compiled_ahead_do_not_run() -> None:
+    q, keys, options = make_inputs(Case(device="cuda", dims=(24, 40)), 0)
+    out = q.new_full((*q.shape[:2], 40), torch.nan)
+    given = AttentionState(out, torch.full(q.shape[:2], torch.nan, device="cuda"))
+    with compiling_ahead():
+        attend(q, keys, out=given, **options)
+    assert given.out.isnan().all()
+    assert given.lse.isnan().all()
+    assert_right(attend(q, keys, out=given, **options), q, keys, options)

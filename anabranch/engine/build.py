@@ -9,6 +9,7 @@ import torch
 
 from anabranch.engine.config import DTYPES, EngineConfig
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
+from anabranch.kernels.compile_ahead import compiling_ahead
 from anabranch.models import LoadedModel, load_model
 from anabranch.models.decoder import fuse_decoder_layers
 from anabranch.models.gated import gate_joined
@@ -71,6 +72,10 @@ def build(config: EngineConfig, progress: Progress | None = None) -> Built:
         drafter = _bind(draft, draft_layers, limits, unseen, Scorer.MULTI_QUERY, fused)
         chain = _chain(drafter, limits, unseen, rows)
     runners = [runner] if chain is None else [runner, chain.runner]
+    if device.type == "cuda":
+        with compiling_ahead():
+            for each in runners:
+                each.warm_up(_shapes(limits), say)
     if _compiles(config, target, device):
         for each in runners:
             each.compile_layers()

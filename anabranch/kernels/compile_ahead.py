@@ -1,0 +1,36 @@
+"""Kernels compiled side by side, before they are needed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+THREADS = 16  # a compilation waits for ptxas, a process of its own, most of its time
+
+
+@contextmanager
+def compiling_ahead() -> Generator[None]:
+    """Compile the Triton and Gluon kernels that are launched inside, and run none of them.
+
+    The compilations run in threads; all have ended when the block is left. What the kernels would
+    have written is left as it was.
+    """
+    from triton.runtime._async_compile import AsyncCompileMode
+    from triton.runtime.jit import JITFunction
+
+    run: Any = JITFunction.run
+
+    def only_compile(kernel: object, *args: Any, **given: Any) -> Any:
+        return run(kernel, *args, **(given | {"warmup": True}))
+
+    threads = min(THREADS, os.cpu_count() or 1)
+    with (
+        ThreadPoolExecutor(threads) as pool,
+        AsyncCompileMode(pool),
+        mock.patch.object(JITFunction, "run", only_compile),
+    ):
+        yield
