@@ -1,4 +1,4 @@
-"""Processes that follow rank 0: started by it, told what to do by it, and watched by it.
+"""Processes that follow rank 0: it starts them, sends them commands and watches them.
 
 Nothing waits for a rank that is gone. Rank 0 watches its followers and calls `on_death` at once
 when one ends; a follower watches rank 0 and ends with it, even inside a collective.
@@ -10,6 +10,7 @@ import atexit
 import datetime
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ class Meeting:
 
     port: int
     num_ranks: int
-    backend: str  # nccl or gloo
+    backend: str  # gloo, or cpu:gloo,cuda:nccl
     timeout_s: float  # after which a collective that waits for a rank fails
 
 
@@ -67,7 +68,7 @@ class Followers:
         meeting = Meeting(store.port, num_ranks, backend, timeout_s)
         # forked from a process that never used a GPU, and that has imported torch for all
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", __name__])
+        context.set_forkserver_preload(["torch.distributed", __name__, follow.__module__])
         self._channels: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(1, num_ranks):
@@ -126,6 +127,7 @@ def _run_follower(
     follow: Follow,
     arguments: tuple[object, ...],
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with which this one ends
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     store = _dist.TCPStore(HOST, meeting.port, meeting.num_ranks, is_master=False)
     ranks = _join(rank, meeting, store)
