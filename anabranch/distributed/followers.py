@@ -13,6 +13,8 @@ import os
 import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -26,6 +28,7 @@ _dist = cast("Any", dist)
 HOST = "127.0.0.1"
 EXIT_CODE = 70  # of rank 0 when a follower is gone: the software failed
 JOIN_SECONDS = 10
+GRACE_SECONDS = 1.0  # in which a failure of all ranks is left to rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,13 @@ def _run_follower(
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     store = _dist.TCPStore(HOST, meeting.port, meeting.num_ranks, is_master=False)
     ranks = _join(rank, meeting, store)
-    follow(ranks, _commands(channel), *arguments)
+    try:
+        follow(ranks, _commands(channel), *arguments)
+    except Exception:
+        trace = traceback.format_exc()
+        if not _closes(channel, GRACE_SECONDS):
+            print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        os._exit(1)
     dist.destroy_process_group()
 
 
@@ -143,6 +152,17 @@ def _commands(channel: Connection) -> Iterator[object]:
         except EOFError:
             return
         yield command
+
+
+def _closes(channel: Connection, seconds: float) -> bool:
+    """Whether rank 0 ends the group soon: then it has failed, too, and reports why."""
+    until = time.monotonic() + seconds
+    try:
+        while channel.poll(max(until - time.monotonic(), 0)):
+            channel.recv()
+    except EOFError:
+        return True
+    return False
 
 
 def _end_with_parent() -> None:

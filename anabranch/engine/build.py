@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -37,6 +38,7 @@ from anabranch.speculative.ngram import NgramProposer
 from anabranch.speculative.proposer import Proposer
 
 COMPILED_WEIGHTS = 1_000_000_000
+PACKAGES = ("anabranch", "torch", "transformers")  # that must be the same on every rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,8 +146,10 @@ def _load_models(
 
 def _identity(target: LoadedModel) -> dict[str, object]:
     """What must be the same on every rank."""
-    versions = {name: version(name) for name in ("anabranch", "torch", "transformers")}
-    return versions | {"the configuration of the model": target.config.to_dict()}
+    found: dict[str, object] = {f"the version of {name}": version(name) for name in PACKAGES}
+    settings = {k: v for k, v in target.config.to_dict().items() if k != "_name_or_path"}
+    text = repr(sorted(settings.items())).encode()
+    return found | {"the model's config": hashlib.sha256(text).hexdigest()[:16]}
 
 
 def _load(

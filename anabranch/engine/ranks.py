@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from anabranch.distributed.collectives import broadcast
 from anabranch.distributed.followers import Followers, end_process
@@ -38,14 +39,18 @@ class LeadingRank:
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         device = config.resolve_device()
         _check_device(config, device)
-        say = progress or (lambda what, done, of: None)
-        source = local_source(config.model, progress=lambda what: say(what, 0, 0))
+        if dist.is_initialized():
+            raise ValueError(
+                "this process belongs to a process group already: close the other engine first"
+            )
+        source = local_source(config.model, progress=_titles(progress))
         self._on_gpu = device.type == "cuda"
         self._lost: str | None = None
         self._ended = threading.Event()
         self._num_threads = torch.get_num_threads()
         _take_device(config, 0)
-        say(f"starting {config.num_ranks} ranks", 0, 0)
+        if progress:
+            progress(f"starting {config.num_ranks} ranks", 0, 0)
         self._followers = Followers(
             config.num_ranks,
             follow_rank_0,
@@ -141,6 +146,10 @@ def follow_rank_0(ranks: RankGroup, commands: Iterator[Any], config: EngineConfi
         built.runner.execute(work)
     built.runner.graphs.clear()
     built.runner.prompt_graphs.clear()
+
+
+def _titles(progress: Progress | None) -> Callable[[str], None] | None:
+    return (lambda what: progress(what, 0, 0)) if progress else None
 
 
 def _check_device(config: EngineConfig, device: torch.device) -> None:

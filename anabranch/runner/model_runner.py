@@ -103,9 +103,7 @@ class ModelRunner:
         rows = inputs.logit_rows(len(layout.logit_rows))
         return self._forward(inputs, attending, layout.num_tokens, rows)
 
-    def _load(
-        self, inputs: StepInputs, layout: StepLayout, num_tokens: int, num_seqs: int
-    ) -> None:
+    def _load(self, inputs: StepInputs, layout: StepLayout, num_tokens: int, num_seqs: int) -> None:
         if self._dealt is not None:
             layout = replace(layout, slots=self._dealt.own_slots(layout.slots))
         inputs.load(layout, num_tokens, num_seqs)
