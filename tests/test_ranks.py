@@ -33,6 +33,7 @@ from tiny_models import (
 )
 
 import anabranch.engine.ranks as engine_ranks
+from anabranch.distributed import sharded_linear, state_buffer
 from anabranch.engine.config import EngineConfig
 from anabranch.engine.llm import LLM
 from anabranch.engine.ranks import RankLostError
@@ -126,6 +127,33 @@ def test_steps_in_flight(way: str, method: str, monkeypatch: pytest.MonkeyPatch)
         assert outputs(as_on_gpu(llm), PROMPTS, params) == expected
         assert llm.stats.num_graph_steps
         assert llm.stats.speculative.num_drafts
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@each_way
+def test_a_group_of_one(way: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole path with a single rank; on a GPU, graphs hold its collectives."""
+    ways: Any = (None, NGRAM)
+    given: Any = {"device": device, "dtype": "float32", "page_size": 16}
+    expected = [tokens(source(), **given, speculative=x) for x in ways]
+    monkeypatch.setattr(engine_ranks, "uses_ranks", lambda config: True)
+    monkeypatch.setattr(EngineConfig, "deals_context", property(lambda _: way == WAYS[1]))
+    module, name = (
+        (sharded_linear, "all_reduce") if way == WAYS[0] else (state_buffer, "all_gather")
+    )
+    collective, captured = getattr(module, name), list[bool]()
+
+    def count(*given: Any) -> None:
+        captured.append(device == "cuda" and torch.cuda.is_current_stream_capturing())
+        collective(*given)
+
+    monkeypatch.setattr(module, name, count)
+    for speculative, right in zip(ways, expected, strict=True):
+        with engine(source(), **given, speculative=speculative) as llm:
+            assert outputs(llm, PROMPTS) == right
+            assert (llm.stats.num_graph_steps > 0) == (device == "cuda")
+    assert captured
+    assert any(captured) == (device == "cuda")
 
 
 def test_a_sequence_fills_the_memory_of_all_ranks() -> None:
