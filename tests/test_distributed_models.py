@@ -37,6 +37,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "Phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+    "OLMo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "Qwen3 MoE": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+    },
     "GPT-OSS": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",

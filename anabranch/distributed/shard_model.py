@@ -19,9 +19,12 @@ from anabranch.distributed.rank_group import RankGroup, find_group
 from anabranch.distributed.sharded_linear import GatheredLinear, SummedLinear, take_rows
 
 GATHERED = ("colwise_gather_output", "colwise_rep")
-UNCUT = ("replicated_with_grad_allreduce", "embedding_rowwise")  # norms of heads; a lookup
-STYLES = ("colwise", "rowwise", *GATHERED, *UNCUT)
-PROJECTIONS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+TAKES_ALL = "rowwise_split_input"  # after a map whose outputs were gathered
+NORMS = ("replicated_with_grad_allreduce",)  # of a head
+EXPERTS = ("moe_tp_experts", "packed_colwise", "packed_rowwise")  # parameters, no linear maps
+UNCUT = (*NORMS, *EXPERTS, "embedding_rowwise")
+STYLES = ("colwise", "rowwise", TAKES_ALL, *GATHERED, *UNCUT)
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 log = logging.getLogger("anabranch")
 
 
@@ -40,8 +43,9 @@ def shard_model(model: nn.Module, group: dist.ProcessGroup | None = None) -> int
             f"known are {', '.join(STYLES)}"
         )
     whole: list[str] = []
-    count = _cut_attentions(model, ranks, whole)
-    count += _cut_blocks(model, plan, ranks, whole)
+    attentions = {name: each for name, each in _modules(model) if _has_heads(name, each, plan)}
+    count = _cut_attentions(attentions, ranks, whole)
+    count += _cut_blocks(model, plan, attentions, ranks, whole)
     if not count:
         reasons = "; ".join(whole) or "its plan names no linear map"
         raise ValueError(
@@ -49,15 +53,11 @@ def shard_model(model: nn.Module, group: dist.ProcessGroup | None = None) -> int
         )
     if whole and not ranks.rank:
         log.warning("kept whole on each of %d ranks: %s", ranks.num_ranks, "; ".join(whole))
-    return count + _cut_heads(model, plan, ranks)
+    return count + _cut_gathered(model, plan, ranks)
 
 
 def _modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return list(cast("Any", model).named_modules())
-
-
-def _is_attention(module: nn.Module) -> bool:
-    return all(isinstance(getattr(module, name, None), nn.Module) for name in PROJECTIONS)
 
 
 def _pattern(name: str) -> str:
@@ -65,11 +65,16 @@ def _pattern(name: str) -> str:
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
-def _cut_attentions(model: nn.Module, ranks: RankGroup, whole: list[str]) -> int:
+def _has_heads(name: str, module: nn.Module, plan: dict[str, str]) -> bool:
+    """Whether a module is attention whose heads are independent, by its plan or without one."""
+    if not all(isinstance(getattr(module, part, None), nn.Module) for part in PROJECTIONS):
+        return False
+    return plan.get(f"{_pattern(name)}.q_proj", "colwise") == "colwise"
+
+
+def _cut_attentions(attentions: dict[str, nn.Module], ranks: RankGroup, whole: list[str]) -> int:
     count = 0
-    for name, module in _modules(model):
-        if not _is_attention(module):
-            continue
+    for name, module in attentions.items():
         attention = cast("Any", module)
         heads, kv_heads = (
             getattr(attention, part).out_features // attention.head_dim
@@ -89,13 +94,19 @@ def _heads_can_be_cut(heads: int, kv_heads: int, num_ranks: int) -> bool:
     return not kv_heads % num_ranks or not num_ranks % kv_heads
 
 
-def _cut_blocks(model: nn.Module, plan: dict[str, str], ranks: RankGroup, whole: list[str]) -> int:
+def _cut_blocks(
+    model: nn.Module,
+    plan: dict[str, str],
+    attentions: dict[str, nn.Module],
+    ranks: RankGroup,
+    whole: list[str],
+) -> int:
     """Cut the maps of each block, such as gate, up and down, or none of them."""
     blocks: dict[str, list[tuple[str, nn.Linear, str]]] = {}
     for name, module in _modules(model):
         style = plan.get(_pattern(name))
         parent = name.rpartition(".")[0]
-        if style not in ("colwise", "rowwise") or _is_attention(model.get_submodule(parent)):
+        if style not in ("colwise", "rowwise", TAKES_ALL) or parent in attentions:
             continue
         if type(module) is not nn.Linear:
             raise ValueError(f"{name} is to be cut {style}, but is a {type(module).__name__}")
@@ -107,24 +118,28 @@ def _cut_blocks(model: nn.Module, plan: dict[str, str], ranks: RankGroup, whole:
             _note(whole, uneven[0])
             continue
         for name, linear, style in linears:
-            share = _share(_size(linear, style), ranks)
-            rowwise = style == "rowwise"
-            cut = SummedLinear(linear, share, ranks) if rowwise else take_rows(linear, share)
-            _replace(model, name, cut)
+            _replace(model, name, _cut(linear, style, ranks))
         count += len(linears)
     return count
 
 
+def _cut(linear: nn.Linear, style: str, ranks: RankGroup) -> nn.Module:
+    share = _share(_size(linear, style), ranks)
+    if style == "colwise":
+        return take_rows(linear, share)
+    return SummedLinear(linear, share, ranks, takes_all=style == TAKES_ALL)
+
+
 def _size(linear: nn.Linear, style: str) -> int:
-    return linear.in_features if style == "rowwise" else linear.out_features
+    return linear.out_features if style == "colwise" else linear.in_features
 
 
 def _sizes(name: str, linear: nn.Linear, style: str) -> str:
-    what = "inputs" if style == "rowwise" else "outputs"
+    what = "outputs" if style == "colwise" else "inputs"
     return f"{_pattern(name)} with {_size(linear, style)} {what}"
 
 
-def _cut_heads(model: nn.Module, plan: dict[str, str], ranks: RankGroup) -> int:
+def _cut_gathered(model: nn.Module, plan: dict[str, str], ranks: RankGroup) -> int:
     """Cut maps whose outputs are gathered, which padding makes possible for any size."""
     named = [(name, each) for name, each in _modules(model) if plan.get(_pattern(name)) in GATHERED]
     for name, module in named:

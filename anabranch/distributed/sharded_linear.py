@@ -25,10 +25,16 @@ def take_rows(linear: nn.Linear, rows: slice) -> nn.Linear:
 
 
 class SummedLinear(nn.Module):
-    """A linear map cut by its inputs: every rank multiplies its own, and the products are added."""
+    """A linear map cut by its inputs: every rank multiplies its own, and the products are added.
 
-    def __init__(self, linear: nn.Linear, columns: slice, ranks: RankGroup) -> None:
+    With `takes_all`, a rank is given all inputs and takes its own of them.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, columns: slice, ranks: RankGroup, *, takes_all: bool = False
+    ) -> None:
         super().__init__()
+        self._taken = columns if takes_all else slice(None)
         self.linear = _linear(linear.weight[:, columns], None)
         self.bias = None
         if _has_bias(linear):
@@ -39,7 +45,7 @@ class SummedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The whole output, from this rank's inputs."""
-        out = self.linear(x).contiguous()
+        out = self.linear(x[..., self._taken]).contiguous()
         if torch.compiler.is_compiling():
             out = cast("torch.Tensor", torch.ops.anabranch.sum_over_ranks(out, self._number))
         else:
