@@ -34,6 +34,7 @@ from tiny_models import (
 
 import anabranch.engine.ranks as engine_ranks
 from anabranch.distributed import sharded_linear, state_buffer
+from anabranch.distributed.followers import Followers
 from anabranch.engine.config import EngineConfig
 from anabranch.engine.llm import LLM
 from anabranch.engine.ranks import RankLostError
@@ -172,8 +173,7 @@ def test_a_killed_rank_is_an_error(way: str) -> None:
     with engine(source(), speculative=None, **{way: 2}) as llm:
         answers = llm.stream(PROMPTS[0], replace(GREEDY, max_tokens=100))
         next(answers)
-        assert llm.engine._lead is not None
-        os.kill(llm.engine._lead.pids[0], signal.SIGKILL)
+        os.kill(llm.engine.ranks.pids[0], signal.SIGKILL)
         with pytest.raises(RankLostError, match="rank 1 of the engine ended with exit code -9"):
             list(answers)
         with pytest.raises(RankLostError, match="rank 1"):
@@ -190,6 +190,19 @@ def test_what_cannot_be_cut_is_refused() -> None:
         tokens(source(**shape), tensor_parallel=2)
     with pytest.raises(ValueError, match="max_num_batched_tokens 2 must be at least max_num_seqs"):
         tokens(source(), tensor_parallel=2, max_num_batched_tokens=2)
+    assert not dist.is_initialized()
+
+
+class Ending:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+
+def test_a_rank_that_does_not_start() -> None:
+    with pytest.raises(RuntimeError, match="rank 1 ended with exit code 3 before it joined"):
+        Followers(3, print, Ending(), backend="gloo")
     assert not dist.is_initialized()
 
 

@@ -124,11 +124,12 @@ def test_a_dead_engine_ends_every_request(
 
 
 def test_an_idle_engine_notices_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check_ranks() -> None:
+    def check() -> None:
         raise RankLostError("rank 1 ended")
 
     monkeypatch.setattr(engine_child, "IDLE_SECONDS", 0)
-    engine = cast("Any", SimpleNamespace(has_work=False, check_ranks=check_ranks))
+    ranks = SimpleNamespace(check=check)
+    engine = cast("Any", SimpleNamespace(has_work=False, ranks=ranks))
     with pytest.raises(RankLostError, match="rank 1 ended"):
         EngineLoop(engine, cast("Any", None), Queue()).run()
 

@@ -28,6 +28,7 @@ _dist = cast("Any", dist)
 HOST = "127.0.0.1"
 EXIT_CODE = 70  # of rank 0 when a follower is gone: the software failed
 JOIN_SECONDS = 10
+POLL_SECONDS = 0.02
 GRACE_SECONDS = 1.0  # in which a failure of all ranks is left to rank 0
 
 
@@ -83,6 +84,7 @@ class Followers:
             theirs.close()
             self._channels.append(ours)
             self._processes.append(process)
+        self._await(store)
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
         self.ranks = _join(0, meeting, store)
 
@@ -105,6 +107,19 @@ class Followers:
             process.join(JOIN_SECONDS)
             process.kill()
         dist.destroy_process_group()
+
+    def _await(self, store: Any) -> None:
+        """Until all have come to the meeting; a group cannot be left while it is being joined."""
+        names = [_arrival(rank) for rank, _ in enumerate(self._processes, 1)]
+        while names and not store.check(names):
+            for rank, process in enumerate(self._processes, 1):
+                if process.exitcode is not None:
+                    for each in self._processes:
+                        each.kill()
+                    raise RuntimeError(
+                        f"rank {rank} ended with exit code {process.exitcode} before it joined"
+                    )
+            time.sleep(POLL_SECONDS)
 
     def _watch(self) -> None:
         by_sentinel = {each.sentinel: rank for rank, each in enumerate(self._processes, 1)}
@@ -133,6 +148,7 @@ def _run_follower(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with which this one ends
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     store = _dist.TCPStore(HOST, meeting.port, meeting.num_ranks, is_master=False)
+    store.set(_arrival(rank), "")
     ranks = _join(rank, meeting, store)
     try:
         follow(ranks, _commands(channel), *arguments)
@@ -142,6 +158,11 @@ def _run_follower(
             print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         os._exit(1)
     dist.destroy_process_group()
+
+
+def _arrival(rank: int) -> str:
+    """The key of the store that says that a rank has come."""
+    return f"rank {rank}"
 
 
 def _commands(channel: Connection) -> Iterator[object]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import nullcontext
 
 from anabranch.engine.admission import Admission
 from anabranch.engine.arrivals import arrive
@@ -39,7 +38,7 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one caller at a time."""
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
-        built, self._lead = build_engine(config, progress)
+        built, self.ranks = build_engine(config, progress)
         self.config = config
         self.limits = built.limits
         self.device = built.device
@@ -124,16 +123,6 @@ class Engine:
         request.error = f"{type(error).__name__}: {error}"
         return [request]
 
-    def check_ranks(self) -> None:
-        """Raise RankLostError if a process that the engine needs has ended."""
-        if self._lead is not None:
-            self._lead.check()
-
-    def close(self) -> None:
-        """End the processes of other ranks; the engine cannot be used any more."""
-        if self._lead is not None:
-            self._lead.close()
-
     def step(self) -> list[Request]:
         """Run one step; the requests that have new tokens or are over."""
         changed: list[Request] = []
@@ -148,7 +137,7 @@ class Engine:
         changed += failed
         if self._pads and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)
-        with self._lead.guard() if self._lead else nullcontext():
+        with self.ranks.guard():
             launched = self._launcher.launch(step, self.stats.num_steps, choice) if step else None
         self.stats.num_steps += launched is not None
         self.stats.num_preemptions = self.scheduler.num_preemptions

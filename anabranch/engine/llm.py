@@ -42,8 +42,8 @@ class LLM:
         return self.engine.stats
 
     def close(self) -> None:
-        """End the processes of other ranks, where there are any."""
-        self.engine.close()
+        """End the processes of other ranks; where there are any, no prompt can be answered then."""
+        self.engine.ranks.close()
 
     def generate(
         self,

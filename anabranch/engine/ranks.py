@@ -33,8 +33,28 @@ class RankLostError(RuntimeError):
     """A process of the group has ended; the engine cannot go on."""
 
 
-class LeadingRank:
-    """Rank 0 of an engine: starts the others, sends them its steps, and notices their end."""
+class SingleRank:
+    """The only process of an engine, which waits for no other."""
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the other processes, in the order of ranks."""
+        return []
+
+    def check(self) -> None:
+        """Raise RankLostError if a rank has ended."""
+
+    @contextmanager
+    def guard(self) -> Generator[None]:
+        """Run what all ranks take part in; its failure is that of the rank that has ended."""
+        yield
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+
+class LeadingRank(SingleRank):
+    """Rank 0 of several: starts the others, sends them its steps, and notices their end."""
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         device = config.resolve_device()
@@ -101,7 +121,7 @@ class LeadingRank:
             raise
 
     def close(self) -> None:
-        """End the other ranks."""
+        """End the other ranks, and let this process use all its cores again."""
         if self._runner is not None:
             self._runner.graphs.clear()
             self._runner.prompt_graphs.clear()
@@ -119,10 +139,10 @@ class LeadingRank:
 
 def build_engine(
     config: EngineConfig, progress: Progress | None = None
-) -> tuple[Built, LeadingRank | None]:
-    """An engine's parts, and the ranks it leads if it runs on several."""
+) -> tuple[Built, SingleRank]:
+    """An engine's parts, and the other ranks that run with it."""
     if not uses_ranks(config):
-        return build(config, progress), None
+        return build(config, progress), SingleRank()
     lead = LeadingRank(config, progress)
     return lead.build(config, progress), lead
 
