@@ -103,8 +103,9 @@ class Followers:
         self._closing.set()
         for channel in self._channels:
             channel.close()
+        until = time.monotonic() + JOIN_SECONDS
         for process in self._processes:
-            process.join(JOIN_SECONDS)
+            process.join(max(until - time.monotonic(), 0))
             process.kill()
         dist.destroy_process_group()
 

@@ -8,19 +8,18 @@ position p of a sequence lies on rank (p // page_size) % num_ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from anabranch.append import append_kv
 from anabranch.distributed.attend_across import attend_across
 from anabranch.distributed.dealt_kv import DealtKV
 from anabranch.distributed.plan_across import AcrossPlan, plan_across
 from anabranch.distributed.rank_group import RankGroup
-from anabranch.runner.kv_cache import LayerCache
+from anabranch.keys import KeySource, PagedKV
 from anabranch.runner.step import LayerRules, Step
-from anabranch.runner.step_layout import SHORT, Ints
+from anabranch.runner.step_layout import Ints
 from anabranch.state import AttentionState
 
 
@@ -54,53 +53,42 @@ class DealtStep(Step):
         default_factory=dict[tuple[object, ...], AcrossPlan]
     )
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        cache: LayerCache,
-        *,
-        scale: float,
-        window: int | None,
-        softcap: float | None,
-        sinks: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Keep this rank's new keys; attend from the new tokens to the keys of all ranks."""
-        first = self.entries[0]
-        append_kv(cache.keys(first.page_table, first.seq_lens), k, v, self.slot_mapping)
-        rules = LayerRules(scale, window, softcap, sinks)
-        outs: list[torch.Tensor] = []
-        for place, entry in enumerate(self.entries):
-            if entry.is_fresh:  # every rank has computed all keys, in this step
-                state = self._state(q, place, entry.keys(k, v, cache), rules)
-            else:
-                state = self._state_across(q[entry.tokens], place, cache, rules)
-            outs.append(state.out)
-        return torch.cat(outs) if len(outs) > 1 else outs[0]
+    def _reads_pages(self, *given: Any, **options: Any) -> bool:
+        """The kernel that keeps keys while it attends knows no ranks."""
+        del given, options
+        return False
 
-    def _state_across(
-        self, q: torch.Tensor, place: int, cache: LayerCache, rules: LayerRules
+    def _state(
+        self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules
     ) -> AttentionState:
+        """Attention of one entry to the keys of all ranks."""
         entry, ranks = self.entries[place], self.dealt.ranks
-        keys = DealtKV(
-            cache.k, cache.v, entry.page_table, entry.seq_lens, ranks.rank, ranks.num_ranks
+        if entry.is_fresh:  # every rank has computed all keys, in this step
+            return Step._state(self, q, place, keys, rules)
+        pages = cast("PagedKV", keys)  # as an entry whose keys are not all new has them
+        own = DealtKV(
+            pages.k, pages.v, pages.page_table, pages.seq_lens, ranks.rank, ranks.num_ranks
         )
         options: Any = {"causal": entry.causal, "tree_mask": entry.tree_mask}
         options |= {"cu_seqlens_q": entry.cu_seqlens_q, "window": rules.window}
-        kind = (place, rules.window, q.shape[1:], q.dtype, cache.k.shape, cache.v.shape)
-        plan = self._across.get(kind)
-        if plan is None:
-            is_short = place < len(self.entries) - 1
-            longest = min(self.max_q_len, SHORT) if is_short else self.max_q_len
-            plan = self._across[kind] = plan_across(q, keys, max_q_len=longest, **options)
+        tokens = q[entry.tokens]
         return attend_across(
-            q,
-            keys,
+            tokens,
+            own,
             ranks.group,
             scale=rules.scale,
             softcap=rules.softcap,
             sinks=rules.sinks,
-            plan=plan,
+            plan=self._across_plan(tokens, place, own, options),
             **options,
         )
+
+    def _across_plan(
+        self, q: torch.Tensor, place: int, keys: DealtKV, options: dict[str, Any]
+    ) -> AcrossPlan:
+        """The plan of an entry, which layers of the same shapes and window share."""
+        kind = (place, options["window"], q.shape[1:], q.dtype, keys.k.shape, keys.v.shape)
+        plan = self._across.get(kind)
+        if plan is None:
+            plan = self._across[kind] = plan_across(q, keys, max_q_len=self.max_q_len, **options)
+        return plan
