@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-vllm check bench docs clean
+.PHONY: demo test test-distributed test-vllm check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -16,6 +16,10 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/pytest --numprocesses 2
+
+# With 4 processes too, and SmolLM2 both ways: minutes more than `make test` takes.
+test-distributed: $(VENV)/.ready
+	ANABRANCH_TEST_RANKS=2,4 $(BIN)/pytest tests/test_ranks.py tests/test_distributed.py tests/test_distributed_followers.py tests/test_distributed_models.py
 
 # Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
 # indexes and would break the import; vLLM's triton is newer than ours, which a CPU does not need.

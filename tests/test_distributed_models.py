@@ -1,22 +1,27 @@
-"""Models cut over ranks give the logits, and in an engine the tokens, of the whole model."""
+"""Models cut over ranks give the logits of the whole model."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from rank_processes import assert_all_pass
 
 pytest.importorskip("transformers")
 
-from tiny_models import GREEDY, outputs, random_prompts, source
+from tiny_models import source
+from torch import nn
 
 import anabranch.engine.build as engine_build
+from anabranch.distributed.rank_group import (
+    check_agreement,
+    find_group,
+    least_of_all,
+    make_on_all,
+)
 from anabranch.distributed.shard_model import shard_model
-from anabranch.engine.llm import LLM
+from anabranch.distributed.sharded_linear import SummedLinear
 from anabranch.models import load_model
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -31,6 +36,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 16,
         "sliding_window": 5,
         "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "Phi3": {"architectures": ["Phi3ForCausalLM"], "model_type": "phi3"},
+    "OLMo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"},
+    "Qwen3 MoE": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
     },
     "GPT-OSS": {
         "architectures": ["GptOssForCausalLM"],
@@ -65,55 +79,54 @@ def logits_of_the_whole() -> None:
         torch.testing.assert_close(logits(loaded.model, ids), whole, msg=lambda m, n=name: n + m)
 
 
-def tokens_of_the_whole() -> None:
-    """Every rank runs the engine on its part; each draws the same tokens from the same logits."""
-    prompts, params = random_prompts(lengths=(3, 17, 33)), replace(GREEDY, max_tokens=6)
-    for name, change in SHAPES.items():
-        expected: list[Any] = [None]
-        if dist.get_rank() == 0:
-            expected = [outputs(tiny_of(change), prompts, params)]
-        dist.broadcast_object_list(expected)
-        engine_build.load_model = load_part
-        try:
-            llm = tiny_of(change)
-        finally:
-            engine_build.load_model = load_model
-        assert outputs(llm, prompts, params) == expected[0], name
-
-
-def load_part(*given: Any, **options: Any) -> Any:
-    loaded = load_model(*given, **options)
-    shard_model(loaded.model)
-    return loaded
-
-
-def tiny_of(change: dict[str, Any]) -> LLM:
-    drafts = {"method": "ngram", "num_drafts": 2, "adaptive": False}
-    sizes = {"kv_cache_gib": 0.01, "max_num_batched_tokens": 64}
-    return LLM(source(**change), device="cpu", speculative=drafts, **sizes)
-
-
 def bad_shapes() -> None:
-    num_ranks = dist.get_world_size()
-    for change, message in (
-        ({"num_attention_heads": 1, "num_key_value_heads": 1}, "the 1 heads of .* cannot be cut"),
-        ({"intermediate_size": 97}, "the 97 outputs of .*gate_proj cannot be cut over"),
-    ):
-        model = load_model(source(**change), device="cpu").model
-        with pytest.raises(ValueError, match=message):
-            shard_model(model)
     model = load_model(
-        source(num_attention_heads=12, num_key_value_heads=6, hidden_size=96), device="cpu"
+        source(num_attention_heads=1, num_key_value_heads=1, intermediate_size=97), device="cpu"
     ).model
-    if num_ranks == 4:
-        with pytest.raises(ValueError, match=r"the 6 kv heads of .* neither cut nor repeated over"):
-            shard_model(model)
+    with pytest.raises(ValueError, match=r"with 1 heads and 1 kv heads; .*gate_proj with 97 outp"):
+        shard_model(model)
     model.tp_plan["model.norm"] = "sequence_parallel"
     with pytest.raises(ValueError, match="a tensor-parallel plan with sequence_parallel; known"):
         shard_model(model)
 
 
-CHECKS = [logits_of_the_whole, tokens_of_the_whole, bad_shapes]
+def failures_are_shared() -> None:
+    """One rank's error is an error on all; so are versions and models that differ."""
+    ranks = find_group(None)
+
+    def make() -> int:
+        if ranks.rank == 1:
+            raise OSError("no space")
+        return ranks.rank
+
+    expected = (OSError, "^no space") if ranks.rank == 1 else (ValueError, "rank 1 failed: no sp")
+    with pytest.raises(expected[0], match=expected[1]):
+        make_on_all(ranks, make)
+    assert least_of_all(ranks, ranks.rank + 5) == 5
+    loaded = load_model(source(), device="cpu")
+    same = engine_build._identity(loaded)
+    check_agreement(ranks, **same)
+    changed = [{"the version of torch": f"{ranks.rank}.0"}]
+    loaded.config.rms_norm_eps = 0.1 * ranks.rank
+    changed.append(engine_build._identity(loaded))
+    for change, name in zip(changed, ("the version of torch", "the model's config"), strict=True):
+        with pytest.raises(ValueError, match=f"{name} differs between ranks: .* on rank 1"):
+            check_agreement(ranks, **same | change)
+
+
+def compiled_sums() -> None:
+    """Compiled code calls the collective as an operator, the same for every layer."""
+    ranks = find_group(None)
+    linear = nn.Linear(8, 6)
+    nn.init.constant_(linear.weight, 0.5)
+    nn.init.constant_(linear.bias, 1.0)
+    summed = SummedLinear(linear, slice(2 * ranks.rank, 2 * ranks.rank + 2), ranks)
+    compiled = torch.compile(summed, backend="eager", fullgraph=True)
+    with torch.inference_mode():
+        assert torch.equal(compiled(torch.ones(3, 2)), torch.full((3, 6), 1.0 + ranks.num_ranks))
+
+
+CHECKS = [logits_of_the_whole, bad_shapes, failures_are_shared, compiled_sums]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -34,8 +34,9 @@ from server_models import CONTEXT, Server, engine_config, running_server, talkin
 
 from anabranch.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.engine.config import EngineConfig  # noqa: E402
+from anabranch.engine.ranks import RankLostError  # noqa: E402
 from anabranch.sampling.params import SamplingParams  # noqa: E402
-from anabranch.server import restarting_engine  # noqa: E402
+from anabranch.server import engine_child, restarting_engine  # noqa: E402
 from anabranch.server.channel import Channel  # noqa: E402
 from anabranch.server.deltas import RequestDelta  # noqa: E402
 from anabranch.server.engine_child import EngineLoop  # noqa: E402
@@ -47,8 +48,8 @@ LONG = {"prompt": "hello", "max_tokens": CONTEXT - 8, "ignore_eos": True}
 
 
 @pytest.fixture
-def server() -> Iterator[Server]:
-    engine = EngineProcess(engine_config())
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    engine = EngineProcess(engine_config(**getattr(request, "param", {})))
     with running_server(engine) as running:
         yield running
     engine.close()
@@ -77,7 +78,23 @@ def break_step(engine: EngineProcess) -> None:
     engine._channel.send(None)
 
 
-@pytest.mark.parametrize(("end", "say"), [(kill, "exit code -9"), (break_step, "AttributeError")])
+def kill_rank_1(engine: EngineProcess) -> None:
+    """The process server that forks ranks is a child of the engine's process."""
+    below = {child.pid for child in psutil.Process(engine.pid).children()}
+    ranks = psutil.Process(engine.pid).children(recursive=True)
+    (rank,) = [process.pid for process in ranks if process.pid not in below]
+    os.kill(rank, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("server", "end", "say"),
+    [
+        ({}, kill, "exit code -9"),
+        ({}, break_step, "AttributeError"),
+        ({"tensor_parallel": 2}, kill_rank_1, "rank 1 of the engine ended with exit code -9"),
+    ],
+    indirect=["server"],
+)
 def test_a_dead_engine_ends_every_request(
     server: Server, end: Callable[[EngineProcess], None], say: str
 ) -> None:
@@ -104,6 +121,17 @@ def test_a_dead_engine_ends_every_request(
     assert ask(server).status_code == 500
     assert 'engine_up{model_name="tiny"} 0.0' in httpx.get(f"{server.url}/metrics").text
     assert not server.service.admission.num_open
+
+
+def test_an_idle_engine_notices_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check() -> None:
+        raise RankLostError("rank 1 ended")
+
+    monkeypatch.setattr(engine_child, "IDLE_SECONDS", 0)
+    ranks = SimpleNamespace(check=check)
+    engine = cast("Any", SimpleNamespace(has_work=False, ranks=ranks))
+    with pytest.raises(RankLostError, match="rank 1 ended"):
+        EngineLoop(engine, cast("Any", None), Queue()).run()
 
 
 def test_a_report_that_fails_ends_no_other() -> None:

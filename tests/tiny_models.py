@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from anabranch.engine.build import Built
 from anabranch.engine.llm import LLM
 from anabranch.models import load_model, smollm2_directory
 from anabranch.runner.graphs import GraphKey, Graphs, PromptKey, graph_batches
@@ -127,7 +128,13 @@ class CalledGraphs(Graphs[Any]):
 def as_on_gpu(llm: LLM) -> LLM:
     """Steps in flight while the next is scheduled, and graphs of fixed shapes."""
     engine = llm.engine
-    built = engine._launcher._built
+    called_graphs(engine._launcher._built)
+    engine._pipelined = engine._pads = True
+    return llm
+
+
+def called_graphs(built: Built) -> None:
+    """Graphs of fixed shapes, and entries as on a GPU."""
     limits, chain = built.limits, built.draft
     batches = graph_batches(limits.max_num_seqs)
     built.runner.graphs = CalledGraphs()
@@ -143,8 +150,6 @@ def as_on_gpu(llm: LLM) -> LLM:
         runners.append(chain.runner)
     for runner in runners:
         runner._short = lambda layout: layout.short
-    engine._pipelined = engine._pads = True
-    return llm
 
 
 @cache

@@ -53,6 +53,13 @@ class EngineOptions:
         None, "torch.compile of the decoder layers; by default on a GPU from 1e9 weights on."
     )
 
+    tensor_parallel: int = option(
+        1, "Processes, one a GPU, over which the weights are cut.", at_least=1
+    )
+    context_parallel: int = option(
+        1, "Processes, one a GPU, over which the pages of the KV cache are dealt.", at_least=1
+    )
+
     def __post_init__(self) -> None:
         check_options(self)
         if self.device is not None and self.device.partition(":")[0] not in DEVICES:
@@ -81,6 +88,8 @@ class EngineOptions:
             "cuda_graphs": self.graphs,
             "compile": self.compile,
             "fused_merge": self.fused_merge,
+            "tensor_parallel": self.tensor_parallel,
+            "context_parallel": self.context_parallel,
         }
 
     def speculative_config(self) -> dict[str, Any] | None:
@@ -108,6 +117,8 @@ class EngineOptions:
         parts += [] if self.graphs else ["no graphs"]
         parts += [] if self.fused_merge else ["merge apart"]
         parts += ["compiled"] if self.compile else []
+        parts += [f"TP {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
+        parts += [f"CP {self.context_parallel}"] if self.context_parallel > 1 else []
         return ", ".join(parts) or "plain"
 
 

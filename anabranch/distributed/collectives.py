@@ -34,3 +34,8 @@ def all_gather_values(
 def all_reduce(summed: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     """Sum over ranks, in place, to the same bits on all of them."""
     _dist.all_reduce(summed, group=group)
+
+
+def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Overwrite a tensor by that of the group's rank 0, in place."""
+    _dist.broadcast(tensor, group=group, group_src=0)

@@ -1,4 +1,4 @@
-"""Processes that follow rank 0: started by it, told what to do by it, and watched by it.
+"""Processes that follow rank 0: it starts them, sends them commands and watches them.
 
 Nothing waits for a rank that is gone. Rank 0 watches its followers and calls `on_death` at once
 when one ends; a follower watches rank 0 and ends with it, even inside a collective.
@@ -10,8 +10,11 @@ import atexit
 import datetime
 import multiprocessing
 import os
+import signal
 import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -25,6 +28,8 @@ _dist = cast("Any", dist)
 HOST = "127.0.0.1"
 EXIT_CODE = 70  # of rank 0 when a follower is gone: the software failed
 JOIN_SECONDS = 10
+POLL_SECONDS = 0.02
+GRACE_SECONDS = 1.0  # in which a failure of all ranks is left to rank 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class Meeting:
 
     port: int
     num_ranks: int
-    backend: str  # nccl or gloo
+    backend: str  # gloo, or cpu:gloo,cuda:nccl
     timeout_s: float  # after which a collective that waits for a rank fails
 
 
@@ -67,7 +72,7 @@ class Followers:
         meeting = Meeting(store.port, num_ranks, backend, timeout_s)
         # forked from a process that never used a GPU, and that has imported torch for all
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed", __name__])
+        context.set_forkserver_preload(["torch.distributed", __name__, follow.__module__])
         self._channels: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(1, num_ranks):
@@ -79,6 +84,7 @@ class Followers:
             theirs.close()
             self._channels.append(ours)
             self._processes.append(process)
+        self._await(store)
         threading.Thread(target=self._watch, name="followers", daemon=True).start()
         self.ranks = _join(0, meeting, store)
 
@@ -97,10 +103,24 @@ class Followers:
         self._closing.set()
         for channel in self._channels:
             channel.close()
+        until = time.monotonic() + JOIN_SECONDS
         for process in self._processes:
-            process.join(JOIN_SECONDS)
+            process.join(max(until - time.monotonic(), 0))
             process.kill()
         dist.destroy_process_group()
+
+    def _await(self, store: Any) -> None:
+        """Until all have come to the meeting; a group cannot be left while it is being joined."""
+        names = [_arrival(rank) for rank, _ in enumerate(self._processes, 1)]
+        while names and not store.check(names):
+            for rank, process in enumerate(self._processes, 1):
+                if process.exitcode is not None:
+                    for each in self._processes:
+                        each.kill()
+                    raise RuntimeError(
+                        f"rank {rank} ended with exit code {process.exitcode} before it joined"
+                    )
+            time.sleep(POLL_SECONDS)
 
     def _watch(self) -> None:
         by_sentinel = {each.sentinel: rank for rank, each in enumerate(self._processes, 1)}
@@ -126,11 +146,24 @@ def _run_follower(
     follow: Follow,
     arguments: tuple[object, ...],
 ) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, with which this one ends
     threading.Thread(target=_end_with_parent, name="parent", daemon=True).start()
     store = _dist.TCPStore(HOST, meeting.port, meeting.num_ranks, is_master=False)
+    store.set(_arrival(rank), "")
     ranks = _join(rank, meeting, store)
-    follow(ranks, _commands(channel), *arguments)
+    try:
+        follow(ranks, _commands(channel), *arguments)
+    except Exception:
+        trace = traceback.format_exc()
+        if not _closes(channel, GRACE_SECONDS):
+            print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        os._exit(1)
     dist.destroy_process_group()
+
+
+def _arrival(rank: int) -> str:
+    """The key of the store that says that a rank has come."""
+    return f"rank {rank}"
 
 
 def _commands(channel: Connection) -> Iterator[object]:
@@ -141,6 +174,17 @@ def _commands(channel: Connection) -> Iterator[object]:
         except EOFError:
             return
         yield command
+
+
+def _closes(channel: Connection, seconds: float) -> bool:
+    """Whether rank 0 ends the group soon: then it has failed, too, and reports why."""
+    until = time.monotonic() + seconds
+    try:
+        while channel.poll(max(until - time.monotonic(), 0)):
+            channel.recv()
+    except EOFError:
+        return True
+    return False
 
 
 def _end_with_parent() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar, cast
 
 import torch.distributed as dist
 
 from anabranch.distributed.collectives import all_gather_values
+
+Made = TypeVar("Made")
 
 
 class RankGroup(NamedTuple):
@@ -35,3 +38,32 @@ def check_agreement(ranks: RankGroup, **given: object) -> None:
         if any(value != named[0] for value in named):
             listed = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(named))
             raise ValueError(f"{name} differs between ranks: {listed}")
+
+
+def make_on_all(ranks: RankGroup | None, make: Callable[[], Made]) -> Made:
+    """What `make` returns on this rank; where it fails on any rank, an error on every rank.
+
+    `make` must not wait for other ranks. Without ranks it is only called.
+    """
+    if ranks is None:
+        return make()
+    made, error = None, None
+    try:
+        made = make()
+    except Exception as raised:
+        error = raised
+    reasons = all_gather_values({"error": error and str(error)}, ranks.num_ranks, ranks.group)
+    if error is not None:
+        raise error
+    for rank, reason in enumerate(reasons):
+        if reason["error"] is not None:
+            raise ValueError(f"rank {rank} failed: {reason['error']}")
+    return cast("Made", made)
+
+
+def least_of_all(ranks: RankGroup | None, value: int) -> int:
+    """The least value of all ranks, on every rank. Waits for all of them."""
+    if ranks is None:
+        return value
+    values = all_gather_values({"value": value}, ranks.num_ranks, ranks.group)
+    return min(cast("int", each["value"]) for each in values)

@@ -1,15 +1,21 @@
 """Linear maps of which each rank holds a part: of the inputs, summed, or of the outputs, gathered.
 
-A map of which a rank keeps its own outputs only is a plain linear map with fewer of them.
+A map of which a rank keeps its own outputs only is a plain linear map with fewer of them. Compiled
+code sums by an operator, which finds the group by its number.
 """
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from anabranch.distributed.collectives import all_gather, all_reduce
 from anabranch.distributed.rank_group import RankGroup
+
+_groups: list[dist.ProcessGroup | None] = []  # by number
 
 
 def take_rows(linear: nn.Linear, rows: slice) -> nn.Linear:
@@ -19,20 +25,31 @@ def take_rows(linear: nn.Linear, rows: slice) -> nn.Linear:
 
 
 class SummedLinear(nn.Module):
-    """A linear map cut by its inputs: every rank multiplies its own, and the products are added."""
+    """A linear map cut by its inputs: every rank multiplies its own, and the products are added.
 
-    def __init__(self, linear: nn.Linear, columns: slice, ranks: RankGroup) -> None:
+    With `takes_all`, a rank is given all inputs and takes its own of them.
+    """
+
+    def __init__(
+        self, linear: nn.Linear, columns: slice, ranks: RankGroup, *, takes_all: bool = False
+    ) -> None:
         super().__init__()
+        self._taken = columns if takes_all else slice(None)
         self.linear = _linear(linear.weight[:, columns], None)
         self.bias = None
         if _has_bias(linear):
             self.bias = nn.Parameter(linear.bias.detach().clone(), requires_grad=False)
-        self._group = ranks.group
+        if ranks.group not in _groups:
+            _groups.append(ranks.group)
+        self._group, self._number = ranks.group, _groups.index(ranks.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The whole output, from this rank's inputs."""
-        out = self.linear(x).contiguous()
-        all_reduce(out, self._group)
+        out = self.linear(x[..., self._taken]).contiguous()
+        if torch.compiler.is_compiling():
+            out = cast("torch.Tensor", torch.ops.anabranch.sum_over_ranks(out, self._number))
+        else:
+            all_reduce(out, self._group)
         return out if self.bias is None else out + self.bias
 
 
@@ -76,3 +93,16 @@ def _linear(weight: torch.Tensor, bias: torch.Tensor | None) -> nn.Linear:
 
 def _has_bias(linear: nn.Linear) -> bool:
     return linear.bias is not None  # pyright: ignore[reportUnnecessaryComparison]
+
+
+@torch.library.custom_op("anabranch::sum_over_ranks", mutates_args=())
+def _sum_over_ranks_op(x: torch.Tensor, number: int) -> torch.Tensor:
+    summed = x.clone()
+    all_reduce(summed, _groups[number])
+    return summed
+
+
+@_sum_over_ranks_op.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(x: torch.Tensor, number: int) -> torch.Tensor:
+    del number
+    return torch.empty_like(x)

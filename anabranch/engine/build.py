@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
 
+from anabranch.distributed.rank_group import RankGroup, check_agreement, make_on_all
+from anabranch.distributed.shard_model import shard_model
 from anabranch.engine.config import DTYPES, EngineConfig
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.kernels.compile_ahead import compiling_ahead
@@ -16,6 +21,7 @@ from anabranch.models.gated import gate_joined
 from anabranch.models.join import join_projections
 from anabranch.models.linear import use_row_linear
 from anabranch.models.norm import use_cpu_norms
+from anabranch.runner.dealt_step import DealtPages
 from anabranch.runner.graphs import GraphKey, Progress, graph_batches, prompt_sizes
 from anabranch.runner.kv_cache import LayerShape, allocate_layers
 from anabranch.runner.model_attention import NAME, Layers, register
@@ -33,6 +39,7 @@ from anabranch.speculative.ngram import NgramProposer
 from anabranch.speculative.proposer import Proposer
 
 COMPILED_WEIGHTS = 1_000_000_000
+PACKAGES = ("anabranch", "torch", "transformers")  # that must be the same on every rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,24 +55,27 @@ class Built:
     unseen: torch.Tensor  # int64 [max_num_seqs, 1 + max_drafts]: tokens the host has not seen
 
 
-def build(config: EngineConfig, progress: Progress | None = None) -> Built:
-    """Load, size and capture."""
+def build(
+    config: EngineConfig, progress: Progress | None = None, ranks: RankGroup | None = None
+) -> Built:
+    """Load, size and capture; among ranks, what this one runs. Rank 0 alone has the draft model."""
     register()
     device = config.resolve_device()
     say = progress or _silent
-    target = _load(config.model, config, device, say)
+    target, draft = make_on_all(ranks, lambda: _load_models(config, device, say, ranks))
+    if ranks is not None:
+        check_agreement(ranks, **_identity(target))
     speculative = config.speculative
-    draft = None
-    if speculative and speculative.model:
-        draft = _load(speculative.model, config, device, say)
-        _check_vocabularies(target, draft)
-    limits, layers, draft_layers = size(config, target, draft, device, say)
+    limits, layers, draft_layers = size(config, target, draft, device, say, ranks)
     unseen = torch.zeros(
         limits.max_num_seqs, 1 + limits.max_drafts, dtype=torch.int64, device=device
     )
     scorer = speculative.scorer if speculative else Scorer.MULTI_QUERY
     fused = config.fused_merge
-    runner = _bind(target, layers, limits, unseen, scorer, fused)
+    dealt = None
+    if ranks is not None and config.deals_context:
+        dealt = DealtPages(ranks, config.page_size)
+    runner = _bind(target, layers, limits, unseen, scorer, fused, dealt)
     rows = SamplingRows(limits.max_num_seqs, vocab_size(target))
     chain = None
     if draft is not None:
@@ -125,7 +135,35 @@ def _silent(what: str, done: int, of: int) -> None:
     pass
 
 
-def _load(source: str, config: EngineConfig, device: torch.device, say: Progress) -> LoadedModel:
+def _load_models(
+    config: EngineConfig, device: torch.device, say: Progress, ranks: RankGroup | None
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """The target, or this rank's part of it, and the draft model."""
+    cuts = ranks is not None and not config.deals_context
+    target = _load(config.model, config, device, say, cut=shard_model if cuts else None)
+    speculative = config.speculative
+    if speculative is None or speculative.model is None or (ranks is not None and ranks.rank):
+        return target, None
+    draft = _load(speculative.model, config, device, say)
+    _check_vocabularies(target, draft)
+    return target, draft
+
+
+def _identity(target: LoadedModel) -> dict[str, object]:
+    """What must be the same on every rank."""
+    found: dict[str, object] = {f"the version of {name}": version(name) for name in PACKAGES}
+    settings = {k: v for k, v in target.config.to_dict().items() if k != "_name_or_path"}
+    text = repr(sorted(settings.items())).encode()
+    return found | {"the model's config": hashlib.sha256(text).hexdigest()[:16]}
+
+
+def _load(
+    source: str,
+    config: EngineConfig,
+    device: torch.device,
+    say: Progress,
+    cut: Callable[[Any], object] | None = None,
+) -> LoadedModel:
     dtype = DTYPES[config.dtype] if config.dtype else None
     loaded = load_model(
         source,
@@ -133,6 +171,7 @@ def _load(source: str, config: EngineConfig, device: torch.device, say: Progress
         dtype=dtype,
         attn_implementation=NAME,
         progress=lambda what: say(what, 0, 0),
+        cut=cut,
     )
     if config.join_projections:
         join_projections(loaded.model)
@@ -167,9 +206,11 @@ def _bind(
     unseen: torch.Tensor,
     scorer: Scorer,
     fused_merge: bool,
+    dealt: DealtPages | None = None,
 ) -> ModelRunner:
     shapes: list[LayerShape] = list(layers.values())
-    caches = allocate_layers(shapes, limits.num_pages, limits.page_size, unseen.device)
+    page_size = dealt.page_size if dealt else limits.page_size
+    caches = allocate_layers(shapes, limits.num_pages, page_size, unseen.device)
     width = 1 + limits.max_drafts
     seqs = limits.max_num_seqs * (width if scorer is Scorer.BATCH_EXPANSION else 1)
     decoding = limits.max_num_seqs * max(width, CATCH_UP)
@@ -183,7 +224,7 @@ def _bind(
         for num_tokens in (decoding, limits.max_num_tokens + decoding)
     ]
     return ModelRunner(
-        loaded.model, layers, caches, inputs, unseen, scorer, fused_merge=fused_merge
+        loaded.model, layers, caches, inputs, unseen, scorer, fused_merge=fused_merge, dealt=dealt
     )
 
 

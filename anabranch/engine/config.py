@@ -82,6 +82,8 @@ class EngineConfig:
     join_projections: bool = True
     fused_merge: bool = True  # parts of attention are merged where they are made, in one launch
     seed: int | None = None  # of requests that give none
+    tensor_parallel: int = 1  # processes, one a GPU, over which the weights are cut
+    context_parallel: int = 1  # processes, one a GPU, over which the pages of the cache are dealt
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculative", speculative_config(self.speculative))
@@ -91,6 +93,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        self._check_ranks()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, "
@@ -100,6 +103,27 @@ class EngineConfig:
             raise ValueError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must have 64 bits, got {self.seed}")
+
+    def _check_ranks(self) -> None:
+        for name in ("tensor_parallel", "context_parallel"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if min(self.tensor_parallel, self.context_parallel) > 1:
+            raise ValueError(
+                f"tensor_parallel {self.tensor_parallel} and context_parallel "
+                f"{self.context_parallel} cannot be combined: one of them must be 1"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        """Processes that run the model."""
+        return self.tensor_parallel * self.context_parallel
+
+    @property
+    def deals_context(self) -> bool:
+        """Whether ranks share the keys of a sequence, and not the weights."""
+        return self.context_parallel > 1
 
     def resolve_device(self) -> torch.device:
         """The device asked for, or the best there is."""

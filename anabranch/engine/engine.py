@@ -12,11 +12,12 @@ import time
 
 from anabranch.engine.admission import Admission
 from anabranch.engine.arrivals import arrive
-from anabranch.engine.build import build, eos_ids, make_proposer, vocab_size
+from anabranch.engine.build import eos_ids, make_proposer, vocab_size
 from anabranch.engine.config import EngineConfig
 from anabranch.engine.launch import DraftChoice, Launched, Launcher
 from anabranch.engine.limits import SCORED_TOKENS
 from anabranch.engine.prompts import Prompt
+from anabranch.engine.ranks import build_engine
 from anabranch.engine.request import Request
 from anabranch.engine.scheduler import Scheduler
 from anabranch.engine.stats import EngineStats
@@ -37,7 +38,7 @@ class Engine:
     """Continuous batching over one model. Not thread-safe: one caller at a time."""
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
-        built = build(config, progress)
+        built, self.ranks = build_engine(config, progress)
         self.config = config
         self.limits = built.limits
         self.device = built.device
@@ -136,7 +137,8 @@ class Engine:
         changed += failed
         if self._pads and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)
-        launched = self._launcher.launch(step, self.stats.num_steps, choice) if step else None
+        with self.ranks.guard():
+            launched = self._launcher.launch(step, self.stats.num_steps, choice) if step else None
         self.stats.num_steps += launched is not None
         self.stats.num_preemptions = self.scheduler.num_preemptions
         self.stats.num_cached_tokens = self.scheduler.num_cached_tokens

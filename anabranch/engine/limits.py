@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import torch
 
+from anabranch.distributed.rank_group import RankGroup, least_of_all, make_on_all
 from anabranch.engine.config import EngineConfig
 from anabranch.models import LoadedModel
 from anabranch.runner.graphs import Progress
@@ -25,7 +26,9 @@ FALLBACK_CONTEXT = 2048  # of a model that names no limit
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Sizes of an engine, all decided."""
+    """Sizes of an engine, all decided. Every rank has `num_pages`, which it shares a page at a time
+    if the context is dealt out: `page_size` counts the tokens of a page on all ranks.
+    """
 
     max_model_len: int
     max_num_seqs: int
@@ -56,8 +59,12 @@ def size(
     draft: LoadedModel | None,
     device: torch.device,
     say: Progress,
+    ranks: RankGroup | None = None,
 ) -> tuple[Limits, Layers, Layers]:
-    """Run the models, on a GPU over the largest step, and give what is left to the cache."""
+    """Run the models, on a GPU over the largest step, and give what is left to the cache.
+
+    Ranks take the least of what each of them has room for.
+    """
     on_gpu = device.type == "cuda"
     max_num_seqs = config.max_num_seqs or (64 if on_gpu else 16)
     max_num_tokens = config.max_num_batched_tokens or (8192 if on_gpu else 1024)
@@ -66,32 +73,30 @@ def size(
             f"max_num_batched_tokens {max_num_tokens} must be at least "
             f"max_num_seqs {max_num_seqs}: every sequence runs a token a step"
         )
-    context = _context(config, [target] + ([draft] if draft else []))
+    models = [target] + ([draft] if draft else [])
+    context = least_of_all(ranks, make_on_all(ranks, lambda: _context(config, models)))
     max_drafts = config.speculative.num_drafts if config.speculative else 0
     say("profiling memory", 0, 0)
     vocab = vocab_size(target)
     largest = min(max_num_tokens if on_gpu else PROFILED_CPU_TOKENS, context)
-    layers, draft_layers = _profile(
-        [target.model] + ([draft.model] if draft else []), largest, vocab
-    )
-    shapes = [*layers.values(), *draft_layers.values()]
+    layers, draft_layers = _profile([each.model for each in models], largest, vocab)
     logits = max_num_seqs * (1 + max_drafts) * vocab * 4 * SAMPLING_COPIES
     if draft is not None:  # drawing drafts in a graph
         logits += max_num_seqs * SAMPLING_COPIES * vocab * 4
     logits += min(SCORED_TOKENS, max_num_tokens) * SCORING_COPIES * vocab * 4
-    budget = _cache_bytes(config, device, logits)
-    one_page = page_bytes(shapes, config.page_size)
-    wanted = -(-context // config.page_size)
-    num_pages = min(budget // one_page, wanted * max_num_seqs)
+    budget = make_on_all(ranks, lambda: _cache_bytes(config, device, logits))
+    page_size = config.page_size * config.context_parallel
+    one_page = page_bytes([*layers.values()], config.page_size)
+    one_page += page_bytes([*draft_layers.values()], page_size)
+    wanted = -(-context // page_size)
+    num_pages = least_of_all(ranks, int(min(budget // one_page, wanted * max_num_seqs)))
     if num_pages < 1 or (num_pages < wanted and config.max_model_len is not None):
         raise ValueError(
             f"a sequence of max_model_len {context} needs {wanted * one_page / GIB:.2f} GiB of "
             f"cache, there are {budget / GIB:.2f} GiB; give a smaller max_model_len or more memory"
         )
-    context = min(context, num_pages * config.page_size)
-    limits = Limits(
-        context, max_num_seqs, max_num_tokens, config.page_size, int(num_pages), max_drafts
-    )
+    context = min(context, num_pages * page_size)
+    limits = Limits(context, max_num_seqs, max_num_tokens, page_size, num_pages, max_drafts)
     return limits, layers, draft_layers
 
 

@@ -41,6 +41,10 @@ class LLM:
         """Counts and times since the start."""
         return self.engine.stats
 
+    def close(self) -> None:
+        """End the processes of other ranks; where there are any, no prompt can be answered then."""
+        self.engine.ranks.close()
+
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,16 @@ def load_weights(
     device: torch.device | str,
     dtype: torch.dtype | None,
     attn_implementation: str,
+    cut: Callable[[PreTrainedModel], object] | None = None,
 ) -> PreTrainedModel:
-    """The model of a directory, on its device; every weight has to be in its safetensors."""
+    """The model of a directory, on its device; every weight has to be in its safetensors.
+
+    `cut` is called before the model is moved, so that only what it leaves must fit on the device.
+    """
     config = read_config(config_file(directory))
     _check_safetensors(directory)
     dtype = dtype or default_dtype(config, device)
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type == "cuda" and cut is None:
         check_fits(num_weight_bytes(config, dtype), device)
     options: Any = {
         "dtype": dtype,
@@ -53,6 +57,9 @@ def load_weights(
         raise ValueError(f"the weights in {directory} cannot be read: {error}") from error
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{directory} lacks {len(missing)} weights, such as {missing[0]}")
+    if cut is not None:
+        cut(model)
+        check_fits(sum(weight.nbytes for weight in model.parameters()), device)
     return model.to(device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,13 +39,15 @@ def load_model(
     attn_implementation: str = "sdpa",
     seed: int = 0,
     progress: Progress | None = None,
+    cut: Callable[[PreTrainedModel], object] | None = None,
 ) -> LoadedModel:
     """Load a model onto a device.
 
     `source` is `smollm2`, a transformers directory, a `.gguf` file, the id `org/name` of a model on
     a hub, or `dummy:CONFIG`: random weights, drawn with `seed`, in the shapes of a config file or
     of one that comes with anabranch. `dtype` is float32 on a CPU and 16 bits elsewhere unless
-    given. `progress` is called with each step as it starts.
+    given. `progress` is called with each step as it starts. `cut` may leave a part of the model
+    only; that part of a checkpoint alone must fit on the device.
     """
     if source.startswith(DUMMY):
         config = dummy_config(source.removeprefix(DUMMY))
@@ -56,14 +59,21 @@ def load_model(
             attn_implementation=attn_implementation,
             seed=seed,
         )
+        if cut is not None:
+            cut(model)
         return _loaded(model, None, source)
     name, directory = _find(source, progress)
     _tell(progress, f"loading {name}")
     tokenizer = load_tokenizer(directory)
     model = load_weights(
-        directory, device=device, dtype=dtype, attn_implementation=attn_implementation
+        directory, device=device, dtype=dtype, attn_implementation=attn_implementation, cut=cut
     )
     return _loaded(model, tokenizer, name)
+
+
+def local_source(source: str, *, progress: Progress | None = None) -> str:
+    """A source that needs neither download nor conversion: what others need not fetch again."""
+    return source if source.startswith(DUMMY) else str(_find(source, progress)[1])
 
 
 def _find(source: str, progress: Progress | None) -> tuple[str, Path]:

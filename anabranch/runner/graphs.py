@@ -87,6 +87,10 @@ class Graphs(Generic[Key]):
         self.pool = self.pool or graph.pool()
         self._graphs[key] = graph, output
 
+    def clear(self) -> None:
+        """Forget all graphs: a group of ranks can only end after graphs that use it."""
+        self._graphs.clear()
+
     def fitting(self, fits: Callable[[Key], bool]) -> Key | None:
         """The smallest captured shape that fits."""
         return min((key for key in self._graphs if fits(key)), default=None)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
 from anabranch.kernels.cpu.waiting import CoreSharing
+from anabranch.runner.dealt_step import DealtPages
 from anabranch.runner.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
 from anabranch.runner.kv_cache import LayerCache
 from anabranch.runner.model_attention import Layers, bind_layers, running
 from anabranch.runner.step import Step
 from anabranch.runner.step_inputs import StepInputs
 from anabranch.runner.step_layout import SHORT, Scorer, StepLayout, lay_out
+from anabranch.runner.step_work import StepWork
 from anabranch.sequences.scheduled import Scheduled
 
 
@@ -42,11 +46,14 @@ class ModelRunner:
         scorer: Scorer,
         *,
         fused_merge: bool = True,
+        dealt: DealtPages | None = None,
     ) -> None:
         self.model = model
         self._fused_merge = fused_merge
         self.scorer = scorer
-        self.page_size = caches[0].k.shape[1]
+        self.page_size = caches[0].k.shape[1] * (dealt.ranks.num_ranks if dealt else 1)
+        self.share: Callable[[StepWork], None] | None = None  # with the other ranks, before it runs
+        self._dealt = dealt
         self.graphs: Graphs[GraphKey] = Graphs()
         self.prompt_graphs: Graphs[PromptKey] = Graphs()
         self._inputs = inputs
@@ -58,25 +65,48 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: Sequence[Scheduled]) -> StepLogits:
         """Logits of the rows that the step asks for."""
-        if self._cores is not None:
-            self._cores.observe()
+        return self.execute(self.prepare(step))
+
+    def prepare(self, step: Sequence[Scheduled]) -> StepWork:
+        """What has to be run, in a form that every rank can run."""
         key = self._graph_key(step)
         layout = self._lay_out(step, every_row=key is not None)
-        if key is not None:
-            self._inputs[0].load(layout, key.num_tokens, key.num_seqs(self.scorer))
+        return StepWork(layout, key or self._prompt_key(step))
+
+    @torch.inference_mode()
+    def execute(self, work: StepWork) -> StepLogits:
+        """Run a prepared step; all ranks do so in the same order."""
+        if self.share is not None:
+            self.share(work)
+        if self._cores is not None:
+            self._cores.observe()
+        layout, key = work.layout, work.key
+        if isinstance(key, GraphKey):
+            self._load(self._inputs[0], layout, key.num_tokens, key.num_seqs(self.scorer))
             return StepLogits(self.graphs.replay(key)[: layout.num_tokens], key.q_len, True)
-        size = self._prompt_key(step)
-        if size is not None:
-            self._inputs[-1].load(layout, size.num_tokens, 1)
-            rows = self.prompt_graphs.replay(size)[: len(layout.logit_rows)]
+        if key is not None:
+            self._load(self._inputs[-1], layout, key.num_tokens, 1)
+            rows = self.prompt_graphs.replay(key)[: len(layout.logit_rows)]
             return StepLogits(rows, None, True)
+        return StepLogits(self._call(layout), None, False)
+
+    def _call(self, layout: StepLayout) -> torch.Tensor:
+        """Call the model, for a step that no graph fits."""
         inputs = self._fitting(layout)
-        inputs.load(layout, layout.num_tokens, layout.num_seqs)
+        self._load(inputs, layout, layout.num_tokens, layout.num_seqs)
         short = self._short(layout)
         is_fresh = layout.is_fresh(short[1] if short else 0)
         attending = inputs.step(layout.num_tokens, layout.num_seqs, short, is_fresh=is_fresh)
+        if self._dealt is not None:
+            longest = int(np.diff(layout.cu_seqlens).max())
+            attending = self._dealt.step(attending, longest)
         rows = inputs.logit_rows(len(layout.logit_rows))
-        return StepLogits(self._forward(inputs, attending, layout.num_tokens, rows), None, False)
+        return self._forward(inputs, attending, layout.num_tokens, rows)
+
+    def _load(self, inputs: StepInputs, layout: StepLayout, num_tokens: int, num_seqs: int) -> None:
+        if self._dealt is not None:
+            layout = replace(layout, slots=self._dealt.own_slots(layout.slots))
+        inputs.load(layout, num_tokens, num_seqs)
 
     def _lay_out(self, step: Sequence[Scheduled], *, every_row: bool) -> StepLayout:
         width = self._unseen.shape[1]
@@ -154,7 +184,15 @@ class ModelRunner:
 
     def _captured_prompt(self, num_tokens: int) -> torch.Tensor:
         inputs = self._inputs[-1]
-        return self._forward(inputs, inputs.step(num_tokens, 1), num_tokens, inputs.logit_rows(1))
+        step = self._even_step(inputs, num_tokens, 1)
+        return self._forward(inputs, step, num_tokens, inputs.logit_rows(1))
+
+    def _even_step(
+        self, inputs: StepInputs, num_tokens: int, num_seqs: int, *, is_fresh: bool = False
+    ) -> Step:
+        """A step whose sequences all run equally many tokens, as graphs have them."""
+        step = inputs.step(num_tokens, num_seqs, is_fresh=is_fresh)
+        return step if self._dealt is None else self._dealt.step(step, num_tokens // num_seqs)
 
     @torch.inference_mode()
     def warm_up(self, shapes: Sequence[GraphKey], progress: Progress | None = None) -> None:
@@ -166,12 +204,13 @@ class ModelRunner:
             inputs = next(each for each in self._inputs if key.num_tokens <= each.max_num_tokens)
             inputs.load(layout, key.num_tokens, key.batch)
             for is_fresh in {False, key.q_len > SHORT}:
-                step = inputs.step(key.num_tokens, key.batch, is_fresh=is_fresh)
+                step = self._even_step(inputs, key.num_tokens, key.batch, is_fresh=is_fresh)
                 self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
 
     def _captured(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
         inputs = self._inputs[0]
-        return self._forward(inputs, inputs.step(num_tokens, num_seqs), num_tokens, 0)
+        step = self._even_step(inputs, num_tokens, num_seqs)
+        return self._forward(inputs, step, num_tokens, 0)
 
     def _graph_key(self, step: Sequence[Scheduled]) -> GraphKey | None:
         lengths = {run.num_tokens for run in step}

@@ -53,6 +53,7 @@ class EngineLoop:
         """Until the process ends."""
         while True:
             self._take_messages()
+            self._engine.ranks.check()
             if self._engine.has_work:
                 self._step()
             self._report()
