@@ -1,8 +1,6 @@
 """The end of an item of latent keys: rows of a state, or of a part that somebody merges.
 
-Each consumer has half of the columns, and writes, leaves and merges them by itself. The rows of a
-part leave in groups, each worker beginning with another one: workers that end together are then
-last at different groups, and share the merge. Nobody waits.
+Each consumer has half of the columns, and writes, leaves and merges them by itself.
 """
 
 from triton.experimental import gluon
@@ -17,8 +15,10 @@ from anabranch.kernels.gluon.latent_copies import (
     SUMS_DONE,
     first_query,
 )
+from anabranch.kernels.gluon.latent_merge import leave_part, merge_latent_rows
+from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
 from anabranch.kernels.triton.merge_tree import slot_of
-from anabranch.kernels.triton.online_softmax import LN_2, finish_merge, merge_part, pivot_of
+from anabranch.kernels.triton.online_softmax import LN_2, pivot_of
 from anabranch.kernels.triton.schedule_layout import read_block, read_header
 
 MERGE_ROWS = gl.constexpr(16)  # merged at a time
@@ -28,7 +28,7 @@ COLUMNS = gl.constexpr(256)  # of a consumer
 @gluon.jit
 def finish_latent(
     acc, thread_totals, peak, block, part, pack, sums, staging, out_desc, out_rows, lse_rows,
-    parts, C: gl.constexpr, HALF: gl.constexpr,
+    parts, schedule_ptr, walk, worker, C: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Write the columns of an item that has ended; peaks are in base 2."""
     _, first_row, q_start, q_len, _ = block
@@ -60,25 +60,16 @@ def finish_latent(
         bar_arrive(Q_FREE, BOTH_AND_PRODUCER)
     else:
         bar_arrive(Q_FREE, BOTH_AND_PRODUCER)
-        leave_groups(
-            out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows, C, HALF
-        )
-
-
-@gluon.jit
-def block_rows(rows, first_row, q_start, pack, C: gl.constexpr):
-    """Where rows of a block lie in [num_tokens * num_heads]."""
-    GROUP: gl.constexpr = C.work.group
-    rows = first_row + rows
-    return (q_start + rows // GROUP) * C.num_heads + pack * GROUP + rows % GROUP
-
-
-@gluon.jit
-def store_lse(lse, places, inside, lse_rows, C: gl.constexpr):
-    """The LSEs of rows, whose tensor may have any strides."""
-    tokens = (places // C.num_heads).to(gl.int64)
-    heads = (places % C.num_heads).to(gl.int64)
-    gl.store(lse_rows.ptr + tokens * lse_rows.token + heads * lse_rows.head, lse, inside)
+        if C.tiles.merge_groups == 0:
+            leave_part(
+                out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
+                schedule_ptr, walk, worker, C, HALF,
+            )  # fmt: skip
+        else:
+            leave_groups(
+                out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
+                C, HALF,
+            )  # fmt: skip
 
 
 @gluon.jit
@@ -112,7 +103,7 @@ def leave_groups(
             for row in range(group * GROUP_ROWS, stop, MERGE_ROWS):
                 merge_latent_rows(
                     row, stop, first_row, q_start, num_parts, first_slot, pack, parts,
-                    out_rows, lse_rows, C, HALF,
+                    out_rows, lse_rows, C, HALF, MERGE_ROWS, 4,
                 )  # fmt: skip
 
 
@@ -125,46 +116,6 @@ def is_last_part(counter, num_parts):
     if last:
         gl.store(counter, 0)
     return last
-
-
-@gluon.jit
-def merge_latent_rows(
-    row, stop, first_row, q_start, num_parts, first_slot, pack, parts, out_rows, lse_rows,
-    C: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Merge some rows of all parts, in the order of their keys, and write them.
-
-    Loads pass by the L1 cache: other processors wrote the parts.
-    """
-    outs_ptr, lses_ptr, _ = parts
-    W: gl.constexpr = C.work
-    BATCH: gl.constexpr = C.tiles.merge_batch
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = row + gl.arange(0, MERGE_ROWS, row_layout)
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    peak = gl.full([MERGE_ROWS], -float("inf"), gl.float32, row_layout)
-    total = gl.zeros([MERGE_ROWS], gl.float32, row_layout)
-    merged = gl.zeros([MERGE_ROWS, COLUMNS], gl.float32, layout)
-    for part in range(0, num_parts, BATCH):
-        outs = ()
-        lses = ()
-        for i in gl.static_range(BATCH):
-            present = (rows < stop) & (part + i < num_parts)
-            places = (slot_of(part + i, first_slot, pack, W) * 2 + HALF) * 64 + rows
-            lse = gl.load(lses_ptr + places, present, other=-float("inf"), cache_modifier=".cg")
-            ptrs = outs_ptr + (places * COLUMNS)[:, None] + columns
-            out = gl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
-            outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
-            lses = lses + (lse,)  # noqa: RUF005
-        for i in gl.static_range(BATCH):
-            peak, total, merged = merge_part((peak, total, merged), outs[i], lses[i])
-    out, lse = finish_merge((peak, total, merged))
-    places = block_rows(rows, first_row, q_start, pack, C)
-    if HALF == 0:
-        store_lse(lse, places, rows < stop, lse_rows, C)
-    starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS
-    store_columns(out, out_rows.ptr, starts, rows < stop)
 
 
 @gluon.jit
