@@ -26,11 +26,37 @@ FEW_PARTS = gl.constexpr(4)
 ROWS_OF_FEW = gl.constexpr(16)
 ROWS_OF_MANY = gl.constexpr(4)
 
+# 64 rows as a matrix product holds them, its columns gathered.
+GATHERED = gl.constexpr(
+    gl.DistributedLinearLayout(
+        reg_bases=[[0, 1], [0, 2], [8, 0], [0, 16], [0, 32], [0, 64], [0, 128]],
+        lane_bases=[[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, 256],
+    )
+)
+
 
 @gluon.jit
 def count_at(counter, amount):
     """Add to a counter of all workers; what it was."""
     return uniform(gl.atomic_add(counter, amount, sem="acq_rel", scope="gpu"))
+
+
+@gluon.jit
+def gather_columns(x):
+    """Columns of a matrix product in another order: a thread's next to each other, by four."""
+    x = x.reshape([64, COLUMNS // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, COLUMNS])
+    return gl.convert_layout(x, GATHERED, assert_trivial=True)
+
+
+@gluon.jit
+def spread_columns(x):
+    """The columns that `gather_columns` has put into another order, as they were."""
+    ROWS: gl.constexpr = x.shape[0]
+    x = x.reshape([ROWS, COLUMNS // 16, 4, 2, 2]).permute((0, 1, 3, 2, 4))
+    return x.reshape([ROWS, COLUMNS])
 
 
 @gluon.jit
@@ -44,7 +70,10 @@ def leave_part(
     W: gl.constexpr = C.work
     places = (slot_of(index, first_slot, pack, W) * 2 + HALF) * 64 + rows
     gl.store(lses_ptr + places, lse, rows < left)
-    store_columns(out, outs_ptr, places * COLUMNS, rows < left)
+    if C.tiles.wide_parts:
+        store_columns(gather_columns(out), outs_ptr, places * COLUMNS, rows < left)
+    else:
+        store_columns(out, outs_ptr, places * COLUMNS, rows < left)
     _, _, ahead, _ = take_item(schedule_ptr, walk, worker, W)
     patience = gl.where(ahead[0] < ahead[1], 0, C.tiles.merge_patience)
     counter = counters_ptr + (slot_of(index * 0, first_slot, pack, W) * 2 + HALF) * 2
@@ -120,4 +149,6 @@ def merge_latent_rows(
     if HALF == 0:
         store_lse(lse, places, rows < stop, lse_rows, C)
     starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS
+    if C.tiles.wide_parts:
+        out = spread_columns(out)
     store_columns(out, out_rows.ptr, starts, rows < stop)

@@ -16,9 +16,11 @@ def tiles_of_blocks(blocks_ptr, num_blocks, CHUNK: tl.constexpr):
 @triton.jit
 def aligned_share(blocks_ptr, num_blocks, share, C: tl.constexpr, CHUNK: tl.constexpr):
     """The least share with which every worker stays in one block; 0 if it would grow too much."""
-    most = share + share * C.division.aligned_growth // 100
-    step = tl.maximum(share // 64, 1)
     num_tiles = tiles_of_blocks(blocks_ptr, num_blocks, CHUNK)
+    most = share + share * C.division.aligned_growth // 100
+    if tl.sum((num_tiles > 0).to(tl.int32)) > C.division.num_workers:
+        most = 0  # no share is large enough
+    step = tl.maximum(share // 64, 1)
     even = tl.cdiv(tl.sum(num_tiles), C.division.num_workers)
     aligned = tl.maximum(tl.maximum(even, C.division.least_share), 1)
     needed = tl.sum(tl.cdiv(num_tiles, aligned))
