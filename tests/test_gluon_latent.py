@@ -78,8 +78,6 @@ def test_cut_over_keys(dtype: torch.dtype, num_heads: int) -> None:
         LatentTiles(aligned_growth=50),
         LatentTiles(least_share=1, merge_patience=0),
         LatentTiles(merge_patience=1, merge_batch=4),
-        LatentTiles(wide_parts=False),
-        LatentTiles(merge_groups=4),
     ],
     ids=str,
 )

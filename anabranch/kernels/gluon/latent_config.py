@@ -22,9 +22,7 @@ class LatentTiles:
 
     least_share: int = 4  # tiles of a worker: parts of fewer cost more to merge than they save
     aligned_growth: int = 12  # percent that shares may grow so that each lies in one block
-    merge_groups: int = 0  # groups of rows that are merged apart: 1, 2 or 4; 0 to take turns
     merge_batch: int = 8  # parts loaded at a time, where there are many
-    wide_parts: bool = True  # 16 bytes at a time, in another order of the columns
     merge_patience: int = 64  # times that a worker at its end looks whether all parts are there
     block_price: int = 1  # beginning a block takes as long as this many tiles,
     merge_price: int = 2  # and a merge as long as this many

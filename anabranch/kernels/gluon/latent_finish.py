@@ -7,7 +7,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from anabranch.kernels.gluon.barriers import bar_arrive, bar_sync, uniform
+from anabranch.kernels.gluon.barriers import bar_arrive, bar_sync
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_copies import (
     BOTH_AND_PRODUCER,
@@ -15,13 +15,11 @@ from anabranch.kernels.gluon.latent_copies import (
     SUMS_DONE,
     first_query,
 )
-from anabranch.kernels.gluon.latent_merge import leave_part, merge_latent_rows
+from anabranch.kernels.gluon.latent_merge import leave_part
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
-from anabranch.kernels.triton.merge_tree import slot_of
 from anabranch.kernels.triton.online_softmax import LN_2, pivot_of
 from anabranch.kernels.triton.schedule_layout import read_block, read_header
 
-MERGE_ROWS = gl.constexpr(16)  # merged at a time
 COLUMNS = gl.constexpr(256)  # of a consumer
 
 
@@ -60,62 +58,10 @@ def finish_latent(
         bar_arrive(Q_FREE, BOTH_AND_PRODUCER)
     else:
         bar_arrive(Q_FREE, BOTH_AND_PRODUCER)
-        if C.tiles.merge_groups == 0:
-            leave_part(
-                out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
-                schedule_ptr, walk, worker, C, HALF,
-            )  # fmt: skip
-        else:
-            leave_groups(
-                out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
-                C, HALF,
-            )  # fmt: skip
-
-
-@gluon.jit
-def leave_groups(
-    out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
-    C: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Leave the rows of a part group by group, and merge the groups that are complete."""
-    index, num_parts, first_slot = part
-    outs_ptr, lses_ptr, counters_ptr = parts
-    W: gl.constexpr = C.work
-    GROUPS: gl.constexpr = C.tiles.merge_groups
-    GROUP_ROWS: gl.constexpr = 64 // GROUPS
-    slot = slot_of(index, first_slot, pack, W) * 2 + HALF
-    counter = counters_ptr + (slot_of(num_parts * 0, first_slot, pack, W) * 2 + HALF) * GROUPS
-    places = slot * 64 + rows
-    complete = 0  # a bit for each group that this consumer has to merge
-    for step in range(0, GROUPS):
-        group = (index + 1 + step) % GROUPS
-        first = group * GROUP_ROWS
-        if first < left:
-            inside = (rows >= first) & (rows < first + GROUP_ROWS) & (rows < left)
-            gl.store(lses_ptr + places, lse, inside)
-            store_columns(out, outs_ptr, places * COLUMNS, inside)
-            is_last = is_last_part(counter + group, num_parts)
-            complete = complete | (is_last.to(gl.int32) << group)
-    # Merged only now that the part has left: its rows and those of others exceed the registers.
-    for group in range(0, GROUPS):
-        if ((complete >> group) & 1) != 0:
-            stop = gl.minimum((group + 1) * GROUP_ROWS, left)
-            for row in range(group * GROUP_ROWS, stop, MERGE_ROWS):
-                merge_latent_rows(
-                    row, stop, first_row, q_start, num_parts, first_slot, pack, parts,
-                    out_rows, lse_rows, C, HALF, MERGE_ROWS, 4,
-                )  # fmt: skip
-
-
-@gluon.jit
-def is_last_part(counter, num_parts):
-    """Whether this consumer is the last to leave a group of rows; it resets the counter."""
-    gl.thread_barrier()  # every warp's stores come before the release below
-    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    last = uniform(before) == num_parts - 1
-    if last:
-        gl.store(counter, 0)
-    return last
+        leave_part(
+            out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
+            schedule_ptr, walk, worker, C, HALF,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -70,10 +70,7 @@ def leave_part(
     W: gl.constexpr = C.work
     places = (slot_of(index, first_slot, pack, W) * 2 + HALF) * 64 + rows
     gl.store(lses_ptr + places, lse, rows < left)
-    if C.tiles.wide_parts:
-        store_columns(gather_columns(out), outs_ptr, places * COLUMNS, rows < left)
-    else:
-        store_columns(out, outs_ptr, places * COLUMNS, rows < left)
+    store_columns(gather_columns(out), outs_ptr, places * COLUMNS, rows < left)
     _, _, ahead, _ = take_item(schedule_ptr, walk, worker, W)
     patience = gl.where(ahead[0] < ahead[1], 0, C.tiles.merge_patience)
     counter = counters_ptr + (slot_of(index * 0, first_slot, pack, W) * 2 + HALF) * 2
@@ -149,6 +146,4 @@ def merge_latent_rows(
     if HALF == 0:
         store_lse(lse, places, rows < stop, lse_rows, C)
     starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS
-    if C.tiles.wide_parts:
-        out = spread_columns(out)
-    store_columns(out, out_rows.ptr, starts, rows < stop)
+    store_columns(spread_columns(out), out_rows.ptr, starts, rows < stop)
