@@ -79,7 +79,7 @@ TILES = {
 LATENT_TILES = [
     LatentTiles(least_share=2),
     LatentTiles(least_share=8),
-    LatentTiles(merge_groups=1),
+    LatentTiles(aligned_growth=0),
 ]
 DECODING = [
     AttendConfig(16, 64, 4, 3, 2, keys_first=True),
@@ -115,7 +115,7 @@ def latent_calls(case: LatentCase, tune: bool, peer: bool) -> dict[str, list[Cal
         for impl in implementations():
             calls.setdefault(f"anabranch {impl}", []).append(planned(q, keys, impl=impl))
         for tiles in LATENT_TILES if tune and "gluon" in implementations() else ():
-            name = f"gluon, {tiles.least_share} tiles at least, {tiles.merge_groups} groups"
+            name = f"gluon, {tiles.least_share} tiles at least, {tiles.aligned_growth}% growth"
             calls.setdefault(name, []).append(planned(q, keys, tiles, "gluon"))
         for config in tiles_of(case) if tune else ():
             name = f"{config.block_m} x {config.block_n}, {config.num_warps} warps, "

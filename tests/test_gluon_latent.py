@@ -69,10 +69,19 @@ def test_cut_over_keys(dtype: torch.dtype, num_heads: int) -> None:
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("least_share", [1, 4, 16])
-@pytest.mark.parametrize("merge_groups", [1, 2, 4])
-def test_parts_of_any_size(merge_groups: int, least_share: int) -> None:
-    tiles = LatentTiles(merge_groups=merge_groups, least_share=least_share)
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        LatentTiles(least_share=1),
+        LatentTiles(least_share=16),
+        LatentTiles(least_share=1, aligned_growth=0),
+        LatentTiles(aligned_growth=50),
+        LatentTiles(least_share=1, merge_patience=0),
+        LatentTiles(merge_patience=1, merge_batch=4),
+    ],
+    ids=str,
+)
+def test_parts_of_any_size(tiles: LatentTiles) -> None:
     for group in (16, 64, 128):
         check(replace(LONG, group=group), config=tiles)
 
@@ -281,3 +290,28 @@ def test_items_cover_every_tile_once(
             if fixed_parts:
                 assert all(item[3] - item[2] == 2 for item in parts[:-1])
     assert not blocks
+
+
+def items_of_workers(
+    k_lens: tuple[int, ...], aligned_growth: int, num_workers: int
+) -> list[list[tuple[int, int]]]:
+    """(sequence, tiles) of the items of every worker, decode with 64 heads."""
+    tiles = LatentTiles(least_share=1, aligned_growth=aligned_growth)
+    constants = latent_constants(
+        tiles, causal=True, num_heads=64, page_size=64, num_programs=num_workers
+    )
+    workers = walked((1,) * len(k_lens), k_lens, constants)
+    return [[(item[0], item[3] - item[2]) for item in items] for items in workers]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+def test_a_worker_stays_in_one_block_if_shares_grow_little() -> None:
+    two_of_eight = (8 * 128,) * 2
+    assert items_of_workers(two_of_eight, 12, 5) == [[(0, 4)], [(0, 4)], [(1, 4)], [(1, 4)], []]
+    assert any(len(items) == 2 for items in items_of_workers(two_of_eight, 0, 5))
+    uneven = (9 * 128, 0, 3 * 128 - 5, 6 * 128)
+    aligned = [[(0, 3)]] * 3 + [[(2, 3)]] + [[(3, 3)]] * 2
+    assert items_of_workers(uneven, 12, 6) == aligned
+    # Shares of 8 instead of 6 would grow too much, and three blocks are too many for two workers.
+    assert any(len(items) == 2 for items in items_of_workers(two_of_eight, 12, 3))
+    assert all(len(items) == 2 for items in items_of_workers((16 * 128,) * 3, 12, 2))

@@ -46,6 +46,8 @@ class AttendConfig:
     merge_price: int = 5  # a merge takes as long as this many tiles,
     block_price: int = 2  # and beginning a block as long as this many
     least_share: int = 1  # units of a worker, so that parts are not too small to pay
+    aligned_growth: int = 0  # percent that shares may grow so that each lies in one block
+    deals: bool = True  # blocks of many rows may be dealt out whole
     max_registers: int | None = None  # a thread may use, so that workers_per_sm fit
     part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
     whole_rows: int = 512  # there, sequences with so many query rows are not cut

@@ -21,10 +21,11 @@ class LatentTiles:
     """How work is cut and registers are shared."""
 
     least_share: int = 4  # tiles of a worker: parts of fewer cost more to merge than they save
-    merge_groups: int = 4  # groups of rows that are merged apart: 1, 2 or 4
-    merge_batch: int = 4  # parts loaded at a time
+    aligned_growth: int = 12  # percent that shares may grow so that each lies in one block
+    merge_batch: int = 8  # parts loaded at a time, where there are many
+    merge_patience: int = 64  # times that a worker at its end looks whether all parts are there
     block_price: int = 1  # beginning a block takes as long as this many tiles,
-    merge_price: int = 1  # and a merge as long as this many
+    merge_price: int = 2  # and a merge as long as this many
     part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
     consumer_registers: int = 240
     producer_registers: int = 24
@@ -82,6 +83,8 @@ def latent_constants(
         block_price=tiles.block_price,
         merge_price=tiles.merge_price,
         least_share=1 if fixed_parts else tiles.least_share,
+        aligned_growth=tiles.aligned_growth,
+        deals=False,
         part_tiles=tiles.part_tiles,
         whole_rows=2048,
     )

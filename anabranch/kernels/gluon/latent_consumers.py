@@ -206,7 +206,7 @@ def consume_latent(
         walk, block, _, part = take_item(schedule_ptr, walk, worker, W)
         finish_latent(
             acc, totals, peak * base2_scale(rules), block, part, pack, sums, q[HALF].index(0),
-            out_desc, out_rows, lse_rows, parts, C, HALF,
+            out_desc, out_rows, lse_rows, parts, schedule_ptr, walk, worker, C, HALF,
         )  # fmt: skip
         _, block, tiles, _ = take_item(schedule_ptr, walk, worker, W)
     write_empty_blocks(schedule_ptr, worker, pack, out_rows, lse_rows, O_LAYOUT, C, HALF)

@@ -73,6 +73,9 @@ def produce_latent(
     while tiles[0] < tiles[1]:
         origin, first_row, q_start, _, seq_len = block
         first_tile, stop = tiles
+        row = first_query(q_start, first_row, pack, C)
+        if taken == 0:  # while the page table is read
+            copy_latent_queries(q, p_odd, q_full, q_desc, q_rest_desc, row)
         for count in range(0, stop - first_tile):
             tile = stop - 1 - count
             for half in gl.static_range(2):
@@ -81,10 +84,8 @@ def produce_latent(
                     k, full, k_desc, k_rest_desc, 2 * tile + half, pages, page_rows, done, half, C
                 )
             done += 1
-            if count == 0:  # keys are copied ahead of queries, whose room is free later
-                if taken > 0:
-                    bar_sync(Q_FREE, BOTH_AND_PRODUCER)
-                row = first_query(q_start, first_row, pack, C)
+            if (count == 0) & (taken > 0):  # keys come first: room for queries is free later
+                bar_sync(Q_FREE, BOTH_AND_PRODUCER)
                 copy_latent_queries(q, p_odd, q_full, q_desc, q_rest_desc, row)
         taken += 1
         walk, block, tiles, _ = take_item(schedule_ptr, walk, worker, W)

@@ -1,15 +1,13 @@
 """The end of an item of latent keys: rows of a state, or of a part that somebody merges.
 
-Each consumer has half of the columns, and writes, leaves and merges them by itself. The rows of a
-part leave in groups, each worker beginning with another one: workers that end together are then
-last at different groups, and share the merge. Nobody waits.
+Each consumer has half of the columns, and writes, leaves and merges them by itself.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from anabranch.kernels.gluon.barriers import bar_arrive, bar_sync, uniform
+from anabranch.kernels.gluon.barriers import bar_arrive, bar_sync
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_copies import (
     BOTH_AND_PRODUCER,
@@ -17,18 +15,18 @@ from anabranch.kernels.gluon.latent_copies import (
     SUMS_DONE,
     first_query,
 )
-from anabranch.kernels.triton.merge_tree import slot_of
-from anabranch.kernels.triton.online_softmax import LN_2, finish_merge, merge_part, pivot_of
+from anabranch.kernels.gluon.latent_merge import leave_part
+from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
+from anabranch.kernels.triton.online_softmax import LN_2, pivot_of
 from anabranch.kernels.triton.schedule_layout import read_block, read_header
 
-MERGE_ROWS = gl.constexpr(16)  # merged at a time
 COLUMNS = gl.constexpr(256)  # of a consumer
 
 
 @gluon.jit
 def finish_latent(
     acc, thread_totals, peak, block, part, pack, sums, staging, out_desc, out_rows, lse_rows,
-    parts, C: gl.constexpr, HALF: gl.constexpr,
+    parts, schedule_ptr, walk, worker, C: gl.constexpr, HALF: gl.constexpr,
 ):  # fmt: skip
     """Write the columns of an item that has ended; peaks are in base 2."""
     _, first_row, q_start, q_len, _ = block
@@ -60,111 +58,10 @@ def finish_latent(
         bar_arrive(Q_FREE, BOTH_AND_PRODUCER)
     else:
         bar_arrive(Q_FREE, BOTH_AND_PRODUCER)
-        leave_groups(
-            out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows, C, HALF
-        )
-
-
-@gluon.jit
-def block_rows(rows, first_row, q_start, pack, C: gl.constexpr):
-    """Where rows of a block lie in [num_tokens * num_heads]."""
-    GROUP: gl.constexpr = C.work.group
-    rows = first_row + rows
-    return (q_start + rows // GROUP) * C.num_heads + pack * GROUP + rows % GROUP
-
-
-@gluon.jit
-def store_lse(lse, places, inside, lse_rows, C: gl.constexpr):
-    """The LSEs of rows, whose tensor may have any strides."""
-    tokens = (places // C.num_heads).to(gl.int64)
-    heads = (places % C.num_heads).to(gl.int64)
-    gl.store(lse_rows.ptr + tokens * lse_rows.token + heads * lse_rows.head, lse, inside)
-
-
-@gluon.jit
-def leave_groups(
-    out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
-    C: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Leave the rows of a part group by group, and merge the groups that are complete."""
-    index, num_parts, first_slot = part
-    outs_ptr, lses_ptr, counters_ptr = parts
-    W: gl.constexpr = C.work
-    GROUPS: gl.constexpr = C.tiles.merge_groups
-    GROUP_ROWS: gl.constexpr = 64 // GROUPS
-    slot = slot_of(index, first_slot, pack, W) * 2 + HALF
-    counter = counters_ptr + (slot_of(num_parts * 0, first_slot, pack, W) * 2 + HALF) * GROUPS
-    places = slot * 64 + rows
-    complete = 0  # a bit for each group that this consumer has to merge
-    for step in range(0, GROUPS):
-        group = (index + 1 + step) % GROUPS
-        first = group * GROUP_ROWS
-        if first < left:
-            inside = (rows >= first) & (rows < first + GROUP_ROWS) & (rows < left)
-            gl.store(lses_ptr + places, lse, inside)
-            store_columns(out, outs_ptr, places * COLUMNS, inside)
-            is_last = is_last_part(counter + group, num_parts)
-            complete = complete | (is_last.to(gl.int32) << group)
-    # Merged only now that the part has left: its rows and those of others exceed the registers.
-    for group in range(0, GROUPS):
-        if ((complete >> group) & 1) != 0:
-            stop = gl.minimum((group + 1) * GROUP_ROWS, left)
-            for row in range(group * GROUP_ROWS, stop, MERGE_ROWS):
-                merge_latent_rows(
-                    row, stop, first_row, q_start, num_parts, first_slot, pack, parts,
-                    out_rows, lse_rows, C, HALF,
-                )  # fmt: skip
-
-
-@gluon.jit
-def is_last_part(counter, num_parts):
-    """Whether this consumer is the last to leave a group of rows; it resets the counter."""
-    gl.thread_barrier()  # every warp's stores come before the release below
-    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    last = uniform(before) == num_parts - 1
-    if last:
-        gl.store(counter, 0)
-    return last
-
-
-@gluon.jit
-def merge_latent_rows(
-    row, stop, first_row, q_start, num_parts, first_slot, pack, parts, out_rows, lse_rows,
-    C: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Merge some rows of all parts, in the order of their keys, and write them.
-
-    Loads pass by the L1 cache: other processors wrote the parts.
-    """
-    outs_ptr, lses_ptr, _ = parts
-    W: gl.constexpr = C.work
-    BATCH: gl.constexpr = C.tiles.merge_batch
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = row + gl.arange(0, MERGE_ROWS, row_layout)
-    columns = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    peak = gl.full([MERGE_ROWS], -float("inf"), gl.float32, row_layout)
-    total = gl.zeros([MERGE_ROWS], gl.float32, row_layout)
-    merged = gl.zeros([MERGE_ROWS, COLUMNS], gl.float32, layout)
-    for part in range(0, num_parts, BATCH):
-        outs = ()
-        lses = ()
-        for i in gl.static_range(BATCH):
-            present = (rows < stop) & (part + i < num_parts)
-            places = (slot_of(part + i, first_slot, pack, W) * 2 + HALF) * 64 + rows
-            lse = gl.load(lses_ptr + places, present, other=-float("inf"), cache_modifier=".cg")
-            ptrs = outs_ptr + (places * COLUMNS)[:, None] + columns
-            out = gl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
-            outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
-            lses = lses + (lse,)  # noqa: RUF005
-        for i in gl.static_range(BATCH):
-            peak, total, merged = merge_part((peak, total, merged), outs[i], lses[i])
-    out, lse = finish_merge((peak, total, merged))
-    places = block_rows(rows, first_row, q_start, pack, C)
-    if HALF == 0:
-        store_lse(lse, places, rows < stop, lse_rows, C)
-    starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS
-    store_columns(out, out_rows.ptr, starts, rows < stop)
+        leave_part(
+            out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows,
+            schedule_ptr, walk, worker, C, HALF,
+        )  # fmt: skip
 
 
 @gluon.jit

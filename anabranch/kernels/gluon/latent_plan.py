@@ -47,14 +47,13 @@ def make_latent_plan(call: AttendCall, options: PlanOptions) -> LatentPlan:
     work = constants.work
     slots = num_slots(keys, num_blocks_bound(num_seqs, q.shape[0], work), work)
     shape = (slots, 2, BLOCK_ROWS)
-    counters = slots * 2 * tiles.merge_groups
     size = schedule_size(num_seqs, q.shape[0], work)
     plan = LatentPlan(
         torch.empty(size, dtype=torch.int32, device=q.device),
         Parts(
             torch.empty((*shape, work.head_dim_v // 2), dtype=torch.float32, device=q.device),
             torch.empty(shape, dtype=torch.float32, device=q.device),
-            torch.zeros(counters, dtype=torch.int32, device=q.device),
+            torch.zeros((slots, 2, 2), dtype=torch.int32, device=q.device),
         ),
         constants,
     )

@@ -37,6 +37,8 @@ class Division:
     block_price: int
     merge_price: int
     least_share: int
+    aligned_growth: int
+    deals: bool
     fixed_parts: bool
     part_tiles: int
     whole_rows: int
@@ -145,6 +147,8 @@ def attend_program(
             block_price=config.block_price,
             merge_price=config.merge_price,
             least_share=config.least_share,
+            aligned_growth=config.aligned_growth,
+            deals=config.deals,
             fixed_parts=fixed_parts,
             part_tiles=config.part_tiles,
             whole_rows=config.whole_rows,

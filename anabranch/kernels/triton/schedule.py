@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.kernels.triton.align import align_blocks, aligned_share
 from anabranch.kernels.triton.constants import AttendConstants
 from anabranch.kernels.triton.deal import longest_turns, sort_blocks
 from anabranch.kernels.triton.masks import seen_by_any
@@ -177,6 +178,11 @@ def schedule_kernel(
         whole = tl.cdiv(num_blocks - num_empty, C.division.num_workers) * most
         share = tl.where(whole <= share + C.division.merge_price, whole, share)
     share = tl.maximum(share, C.division.least_share)
+    if C.division.aligned_growth > 0 and not C.division.fixed_parts:
+        aligned = aligned_share(blocks_ptr, num_blocks, share, C, CHUNK)
+        if aligned > 0:
+            share = aligned
+            num_units = align_blocks(blocks_ptr, num_blocks, share, C, CHUNK)
     # Many blocks of many rows are dealt out whole, in rounds, over all programs.
     num_rounds = 0
     if is_dealt(C):

@@ -36,7 +36,8 @@ def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) ->
 @constexpr_function
 def is_dealt(constants: AttendConstants) -> bool:
     """Whether blocks may be dealt out whole: those of many rows are enough to fill the GPU."""
-    return constants.tiles.block_m >= 64 and not constants.division.fixed_parts
+    division = constants.division
+    return constants.tiles.block_m >= 64 and division.deals and not division.fixed_parts
 
 
 @triton.jit
