@@ -40,6 +40,11 @@ class EngineOptions:
     kv_cache_gib: float | None = option(
         None, "Size of the KV cache: what remains of a GPU, 1 on a CPU.", above=0
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Format of the KV cache: auto (the model's dtype), fp8, fp8_tensor, int8, q8_0, or two of "
+        "these for keys and values: q8_0/fp8.",
+    )
     speculative: str = option("off", "Where drafts come from.", choices=SPECULATIVE)
     draft_model: str | None = option(None, "For --speculative draft: a model of one vocabulary.")
     num_drafts: int = option(4, "Draft tokens of a sequence and step, at most.")
@@ -84,6 +89,7 @@ class EngineOptions:
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "page_size": self.page_size,
             "kv_cache_gib": self.kv_cache_gib,
+            "kv_cache_dtype": self.kv_cache_dtype,
             "speculative": self.speculative_config(),
             "cuda_graphs": self.graphs,
             "compile": self.compile,
@@ -119,6 +125,7 @@ class EngineOptions:
         parts += ["compiled"] if self.compile else []
         parts += [f"TP {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
         parts += [f"CP {self.context_parallel}"] if self.context_parallel > 1 else []
+        parts += [] if self.kv_cache_dtype == "auto" else [f"{self.kv_cache_dtype} cache"]
         return ", ".join(parts) or "plain"
 
 

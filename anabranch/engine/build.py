@@ -53,6 +53,7 @@ class Built:
     draft: DraftChain | None
     rows: SamplingRows  # parameters of the running requests
     unseen: torch.Tensor  # int64 [max_num_seqs, 1 + max_drafts]: tokens the host has not seen
+    saturated: torch.Tensor | None  # int32 [1]: counted while the caches are quantised
 
 
 def build(
@@ -72,14 +73,17 @@ def build(
     )
     scorer = speculative.scorer if speculative else Scorer.MULTI_QUERY
     fused = config.fused_merge
+    saturated = None
+    if not config.cache_formats.is_plain:
+        saturated = torch.zeros(1, dtype=torch.int32, device=device)
     dealt = None
     if ranks is not None and config.deals_context:
         dealt = DealtPages(ranks, config.page_size)
-    runner = _bind(target, layers, limits, unseen, scorer, fused, dealt)
+    runner = _bind(target, layers, limits, unseen, scorer, fused, saturated, dealt)
     rows = SamplingRows(limits.max_num_seqs, vocab_size(target))
     chain = None
     if draft is not None:
-        drafter = _bind(draft, draft_layers, limits, unseen, Scorer.MULTI_QUERY, fused)
+        drafter = _bind(draft, draft_layers, limits, unseen, Scorer.MULTI_QUERY, fused, saturated)
         chain = _chain(drafter, limits, unseen, rows)
     runners = [runner] if chain is None else [runner, chain.runner]
     if device.type == "cuda":
@@ -95,7 +99,7 @@ def build(
         draw(torch.zeros(1, rows.vocab_size, device=device), unseen.new_zeros(1))
     if config.cuda_graphs and device.type == "cuda":
         _capture(config, limits, runner, chain, say)
-    return Built(target, device, limits, runner, chain, rows, unseen)
+    return Built(target, device, limits, runner, chain, rows, unseen, saturated)
 
 
 def _capture(
@@ -206,11 +210,12 @@ def _bind(
     unseen: torch.Tensor,
     scorer: Scorer,
     fused_merge: bool,
+    saturated: torch.Tensor | None,
     dealt: DealtPages | None = None,
 ) -> ModelRunner:
     shapes: list[LayerShape] = list(layers.values())
-    page_size = dealt.page_size if dealt else limits.page_size
-    caches = allocate_layers(shapes, limits.num_pages, page_size, unseen.device)
+    sizes = (limits.num_pages, dealt.page_size if dealt else limits.page_size)
+    caches = allocate_layers(shapes, *sizes, unseen.device, saturated)
     width = 1 + limits.max_drafts
     seqs = limits.max_num_seqs * (width if scorer is Scorer.BATCH_EXPANSION else 1)
     decoding = limits.max_num_seqs * max(width, CATCH_UP)

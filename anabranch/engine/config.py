@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from anabranch.runner.cache_formats import CacheFormats, parse_cache_formats
 from anabranch.runner.step_layout import Scorer
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -75,6 +76,7 @@ class EngineConfig:
     page_size: int = 16
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = None  # what remains of a GPU, or 1 on a CPU
+    kv_cache_dtype: str = "auto"  # the model's; or a format, or one each as "q8_0/fp8"
     prefix_caching: bool = True
     speculative: SpeculativeConfig | None = None
     cuda_graphs: bool = True
@@ -89,6 +91,7 @@ class EngineConfig:
         object.__setattr__(self, "speculative", speculative_config(self.speculative))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        parse_cache_formats(self.kv_cache_dtype)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -124,6 +127,11 @@ class EngineConfig:
     def deals_context(self) -> bool:
         """Whether ranks share the keys of a sequence, and not the weights."""
         return self.context_parallel > 1
+
+    @property
+    def cache_formats(self) -> CacheFormats:
+        """Of keys and values, by `kv_cache_dtype`."""
+        return parse_cache_formats(self.kv_cache_dtype)
 
     def resolve_device(self) -> torch.device:
         """The device asked for, or the best there is."""

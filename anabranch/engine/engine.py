@@ -197,6 +197,8 @@ class Engine:
         now = time.perf_counter()
         self.stats.add_times(times)
         self.stats.num_graph_steps += launched.graphed
+        if samples is not None:
+            self.stats.count_saturated(samples.saturated)
         changed: dict[str, Request] = {}
         place = 0
         for run in launched.step:

@@ -135,7 +135,7 @@ class Launcher:
         )
         output = self._sampler.sample(rows, batch)
         self._built.unseen[table_rows, 0] = output.last_tokens
-        return output.to_host(), prompts
+        return output.to_host(self._built.saturated), prompts
 
     def _prompt_rows(
         self, step: list[Scheduled], logits: StepLogits

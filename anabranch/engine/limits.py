@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from anabranch.distributed.rank_group import RankGroup, least_of_all, make_on_all
 from anabranch.engine.config import EngineConfig
 from anabranch.models import LoadedModel
+from anabranch.runner.cache_formats import CacheFormats
 from anabranch.runner.graphs import Progress
 from anabranch.runner.kv_cache import page_bytes
 from anabranch.runner.model_attention import Layers, find_layers
@@ -79,7 +80,9 @@ def size(
     say("profiling memory", 0, 0)
     vocab = vocab_size(target)
     largest = min(max_num_tokens if on_gpu else PROFILED_CPU_TOKENS, context)
-    layers, draft_layers = _profile([each.model for each in models], largest, vocab)
+    layers, draft_layers = _profile(
+        [each.model for each in models], largest, vocab, config.cache_formats
+    )
     logits = max_num_seqs * (1 + max_drafts) * vocab * 4 * SAMPLING_COPIES
     if draft is not None:  # drawing drafts in a graph
         logits += max_num_seqs * SAMPLING_COPIES * vocab * 4
@@ -114,9 +117,17 @@ def _positions(loaded: LoadedModel) -> int:
 
 
 @torch.inference_mode()
-def _profile(models: list[Any], num_tokens: int, vocab_size: int) -> tuple[Layers, Layers]:
-    """Run every model once over some tokens; their layers."""
-    found = [find_layers(model, num_tokens, vocab_size) for model in models]
+def _profile(
+    models: list[Any], num_tokens: int, vocab_size: int, formats: CacheFormats
+) -> tuple[Layers, Layers]:
+    """Run every model once over some tokens; their layers, to be kept in these formats."""
+    found = [
+        {
+            module: replace(shape, formats=formats)
+            for module, shape in find_layers(model, num_tokens, vocab_size).items()
+        }
+        for model in models
+    ]
     return found[0], found[1] if len(found) > 1 else {}
 
 

@@ -60,8 +60,13 @@ class EngineStats:
     num_output_tokens: int = 0
     num_preemptions: int = 0
     num_graph_steps: int = 0
+    num_saturated: int = 0  # elements of keys and values that a quantised cache could not hold
     stage_ms: dict[str, float] = field(default_factory=dict[str, float])  # sums by stage
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
+
+    def count_saturated(self, counter: int) -> None:
+        """Of a counter of 32 bits that wraps around."""
+        self.num_saturated += (counter - self.num_saturated) % (1 << 32)
 
     def add_times(self, times: dict[str, float]) -> None:
         """Of one step."""

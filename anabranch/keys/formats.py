@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -28,25 +29,42 @@ class Encoded(NamedTuple):
 
 
 def empty_store(
-    format_name: str, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+    format_name: str,
+    shape: tuple[int, int, int, int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    allocate: Callable[..., torch.Tensor] = torch.empty,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Memory for keys [num_pages, page_size, num_kv_heads, head_dim] in a format, and its scales.
 
-    `dtype` is that of the queries. The scale of "fp8_tensor" is 1.
+    `dtype` is that of the queries. The scale of "fp8_tensor" is 1. `allocate` is called with a
+    shape, `dtype` and `device`.
     """
     if format_name not in FORMATS:
         raise ValueError(f"a format must be one of {', '.join(FORMATS)}, got {format_name!r}")
     if format_name == "plain":
-        return torch.empty(shape, dtype=dtype, device=device), None
+        return allocate(shape, dtype=dtype, device=device), None
     codes = E4M3 if FORMATS[format_name].is_fp8 else torch.int8
-    cache = torch.empty(shape, dtype=codes, device=device)
+    cache = allocate(shape, dtype=codes, device=device)
     if format_name == "fp8_tensor":
         return cache, torch.ones(1, dtype=torch.float32, device=device)
     if format_name == "q8_0":
         check_blocks("head_dim", shape[-1])
         blocks = (*shape[:-1], shape[-1] // BLOCK)
-        return cache, torch.empty(blocks, dtype=torch.float16, device=device)
-    return cache, torch.empty(shape[:-1], dtype=torch.float32, device=device)
+        return cache, allocate(blocks, dtype=torch.float16, device=device)
+    return cache, allocate(shape[:-1], dtype=torch.float32, device=device)
+
+
+def bytes_per_head(format_name: str, dim: int, dtype: torch.dtype) -> int:
+    """Memory of one head of a key, with its own scales; `dtype` is that of the queries."""
+    format = FORMATS[format_name]
+    if format == PLAIN:
+        return dim * dtype.itemsize
+    if format.scaling == "block":
+        check_blocks("head_dim", dim)
+        return dim + dim // format.block * torch.float16.itemsize
+    return dim + (torch.float32.itemsize if format.scaling == "key" else 0)
 
 
 def encoded_store(name: str, cache: torch.Tensor, scales: torch.Tensor | None) -> KeyStore:

@@ -27,7 +27,11 @@ class Entry(NamedTuple):
     tree_mask: torch.Tensor | None = None  # bool [num_tokens, width], for drafts that form a tree
 
     def keys(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> KeySource:
-        """The keys of these sequences, given the step's new ones."""
-        if self.is_fresh:
+        """The keys of these sequences, given the step's new ones.
+
+        New keys are read as they are only where the cache holds the same numbers: what a token
+        attends to does not depend on how its prompt was cut into steps.
+        """
+        if self.is_fresh and cache.is_plain:
             return RaggedKV(k[self.tokens], v[self.tokens], self.cu_seqlens_q)
         return cache.keys(self.page_table, self.seq_lens)

@@ -10,6 +10,8 @@ from math import prod
 import torch
 
 from anabranch.keys import PagedKV
+from anabranch.keys.formats import bytes_per_head, empty_store
+from anabranch.runner.cache_formats import PLAIN_CACHE, CacheFormats
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +21,14 @@ class LayerShape:
     num_kv_heads: int
     head_dim_k: int
     head_dim_v: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # of the model
+    formats: CacheFormats = PLAIN_CACHE
 
     @property
     def bytes_per_token(self) -> int:
-        """Of keys and values together."""
-        return self.num_kv_heads * (self.head_dim_k + self.head_dim_v) * self.dtype.itemsize
+        """Of keys and values together, with their scales."""
+        k = bytes_per_head(self.formats.k, self.head_dim_k, self.dtype)
+        return self.num_kv_heads * (k + bytes_per_head(self.formats.v, self.head_dim_v, self.dtype))
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +37,26 @@ class LayerCache:
 
     k: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_k]
     v: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_v]
+    k_scales: torch.Tensor | None = None
+    v_scales: torch.Tensor | None = None
+    saturated: torch.Tensor | None = None  # int32 [1]: elements that had no code of their own
+    query_dtype: torch.dtype | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it holds keys and values as the model computes them."""
+        return self.k_scales is None and self.v_scales is None
+
+    def tensors(self) -> list[torch.Tensor | None]:
+        """Its memory, in the order of the fields."""
+        return [self.k, self.v, self.k_scales, self.v_scales, self.saturated]
 
     def keys(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> PagedKV:
         """As `attend` reads them."""
-        return PagedKV(self.k, self.v, page_table, seq_lens)
+        if self.is_plain:
+            return PagedKV(self.k, self.v, page_table, seq_lens)
+        scales = {"k_scales": self.k_scales, "v_scales": self.v_scales}
+        return PagedKV(self.k, self.v, page_table, seq_lens, **scales, query_dtype=self.query_dtype)
 
 
 def page_bytes(layers: Sequence[LayerShape], page_size: int) -> int:
@@ -45,21 +65,25 @@ def page_bytes(layers: Sequence[LayerShape], page_size: int) -> int:
 
 
 def allocate_layers(
-    layers: Sequence[LayerShape], num_pages: int, page_size: int, device: torch.device
+    layers: Sequence[LayerShape],
+    num_pages: int,
+    page_size: int,
+    device: torch.device,
+    saturated: torch.Tensor | None = None,
 ) -> list[LayerCache]:
     """Zeros, so that rows never written hold numbers."""
     caches: list[LayerCache] = []
     for layer in layers:
         shape = (num_pages, page_size, layer.num_kv_heads)
-        k, v = (
-            _zeros((*shape, dim), layer.dtype, device)
-            for dim in (layer.head_dim_k, layer.head_dim_v)
+        (k, k_scales), (v, v_scales) = (
+            empty_store(name, (*shape, dim), layer.dtype, device, allocate=_zeros)
+            for name, dim in zip(layer.formats, (layer.head_dim_k, layer.head_dim_v), strict=True)
         )
-        caches.append(LayerCache(k, v))
+        caches.append(LayerCache(k, v, k_scales, v_scales, saturated, layer.dtype))
     return caches
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """On a CPU, memory that the system fills in page by page when it is first written."""
     num_bytes = prod(shape) * dtype.itemsize
     if device.type != "cpu" or not num_bytes:

@@ -66,7 +66,7 @@ def engine_attention(
     cache, slot = cast("tuple[LayerCache, int]", (module.anabranch_cache, module.anabranch_slot))
     if torch.compiler.is_compiling():
         out = torch.ops.anabranch.engine_attend(
-            q, k, v, cache.k, cache.v, s_aux, slot, scale, sliding_window, softcap
+            q, k, v, cache.tensors(), s_aux, slot, scale, sliding_window, softcap
         )
     else:
         out = _steps[slot].attend(
@@ -144,8 +144,8 @@ def _engine_attend_op(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    k_cache: torch.Tensor,  # written, but read by this operator only: nothing to keep in order
-    v_cache: torch.Tensor,
+    # written, but read by this operator only: nothing to keep in order
+    cache: Sequence[torch.Tensor | None],
     sinks: torch.Tensor | None,
     slot: int,
     scale: float,
@@ -156,7 +156,7 @@ def _engine_attend_op(
         q,
         k,
         v,
-        LayerCache(k_cache, v_cache),
+        LayerCache(*cache, query_dtype=q.dtype),  # pyright: ignore[reportArgumentType]
         scale=scale,
         window=window,
         softcap=softcap,

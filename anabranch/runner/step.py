@@ -71,7 +71,8 @@ class Step:
             return attend_pages(
                 q, keys, first.cu_seqlens_q, causal=True, window=window, scale=scale, new=new
             ).out
-        append_kv(cache.keys(first.page_table, first.seq_lens), k, v, self.slot_mapping)
+        kept = cache.keys(first.page_table, first.seq_lens)
+        append_kv(kept, k, v, self.slot_mapping, saturated=cache.saturated)
         outs: list[torch.Tensor] = []
         for _, places in groupby(range(len(self.entries)), lambda i: self.entries[i].tokens):
             states: list[AttentionState] = []

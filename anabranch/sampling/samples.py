@@ -29,9 +29,11 @@ class SampleOutput:
             return self.tokens.squeeze(1)
         return self.tokens.gather(1, self.num_accepted.unsqueeze(1)).squeeze(1)
 
-    def to_host(self) -> PendingSamples:
-        """Starts the one copy to the host."""
+    def to_host(self, saturated: Tensor | None = None) -> PendingSamples:
+        """Starts the one copy to the host, which takes along a counter of the caches."""
         tensors = {"tokens": self.tokens, "num_accepted": self.num_accepted}
+        if saturated is not None:
+            tensors["saturated"] = saturated
         if self.logprobs is not None:
             tensors |= self.logprobs._asdict()
         return PendingSamples(download(tensors))
@@ -54,6 +56,7 @@ class HostSamples:
     tokens: list[list[int]]
     num_accepted: list[int]
     logprobs: list[HostLogprobs] | None = None
+    saturated: int = 0  # the counter that came along, of 32 bits
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +71,11 @@ class PendingSamples:
         num_accepted: list[int] = arrays.pop("num_accepted").tolist()
         rows: list[list[int]] = arrays.pop("tokens").tolist()
         tokens = [row[: accepted + 1] for row, accepted in zip(rows, num_accepted, strict=True)]
+        saturated = int(arrays.pop("saturated")[0]) if "saturated" in arrays else 0
         if not arrays:
-            return HostSamples(tokens, num_accepted)
+            return HostSamples(tokens, num_accepted, saturated=saturated)
         logprobs = [
             HostLogprobs(**{name: array[seq, : accepted + 1] for name, array in arrays.items()})
             for seq, accepted in enumerate(num_accepted)
         ]
-        return HostSamples(tokens, num_accepted, logprobs)
+        return HostSamples(tokens, num_accepted, logprobs, saturated)

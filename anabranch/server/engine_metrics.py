@@ -37,6 +37,11 @@ class EngineMetrics(Collector):
             "engine_graph_steps", "Steps replayed from a CUDA graph.", stats.num_graph_steps
         )
         yield self._counter(
+            "kv_cache_saturated_elements",
+            "Elements of keys and values that a quantised cache could not hold.",
+            stats.num_saturated,
+        )
+        yield self._counter(
             "spec_decode_num_drafts", "Verifications of a sequence's drafts.", spec.num_drafts
         )
         yield self._counter(
