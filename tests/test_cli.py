@@ -207,6 +207,13 @@ def test_json_has_tokens_and_figures(model: str) -> None:
     assert summary["origins"]["accepted"] == drafted
 
 
+def test_a_quantised_cache_is_reported(model: str) -> None:
+    given = (PROMPT, "--max-tokens", "3", "--kv-cache-dtype", "int8/fp8")
+    summary = json.loads(generate(model, *given, "--json").stdout)["summary"]
+    assert (summary["kv_cache_dtype"], summary["saturated_elements"]) == ("int8/fp8", 0)
+    assert "int8/fp8, 0 elements saturated" in generate(model, *given).stderr
+
+
 def test_speculation_changes_no_token(model: str) -> None:
     tokens: list[str] = []
     for method in ("ngram", "off"):
@@ -253,6 +260,7 @@ def test_profile_writes_a_trace_and_a_picture(model: str, tmp_path: Path) -> Non
         ((PROMPT, "--max-model-len", "8"), "max_model_len"),
         ((PROMPT, "--chat"), "chat template"),
         ((PROMPT, "--device", "abacus"), "abacus"),
+        ((PROMPT, "--kv-cache-dtype", "fp4"), "'fp4'"),
         ((PROMPT, "--model", "dummy:nothing"), "dummy:nothing"),
         ((PROMPT, "--no-such-option",), "--no-such-option"),
     ],
@@ -268,6 +276,7 @@ def test_errors_are_clear(model: str, arguments: tuple[str, ...], named: str) ->
     [
         (("--port", "99999"), "port must be from 0 to 65535, got 99999"),
         (("--log-level", "loud"), "--log-level must be one of"),
+        (("--kv-cache-dtype", "int9"), "kv_cache_dtype must be one of auto, "),
         (("--api-key", ""), "api_key must not be empty"),
         (("--header-seconds", "0"), "header_seconds must be above 0 and finite, got 0.0"),
         (("--max-engine-restarts", "-1"), "max_restarts must be at least 0, got -1"),
@@ -287,12 +296,14 @@ def test_serve_passes_its_options_on(monkeypatch: pytest.MonkeyPatch) -> None:
         "anabranch.server.command.serve", lambda config, **more: seen.update(more, config=config)
     )
     flags = ("--cors-origin", "https://a", "--cors-origin", "https://b", "--body-seconds", "5",
-             "--max-engine-restarts", "0", "--page-size", "32", "--no-prefix-caching")  # fmt: skip
+             "--max-engine-restarts", "0", "--page-size", "32", "--no-prefix-caching",
+             "--kv-cache-dtype", "q8_0/fp8")  # fmt: skip
     done = invoke("serve", "dummy:nothing", *flags)
     assert done.exit_code == 0, done.output
     assert seen["cors_origins"] == ("https://a", "https://b") and not seen["max_engine_restarts"]
     assert seen["limits"].body_seconds == 5.0 and seen["limits"].header_seconds == 20.0
     assert (seen["config"].page_size, seen["config"].prefix_caching) == (32, False)
+    assert seen["config"].cache_formats == ("q8_0", "fp8")
 
 
 def test_serve_says_that_its_port_is_taken() -> None:

@@ -41,6 +41,9 @@ def summary_of(llm: LLM, output: RequestOutput, stats: RecordedStats) -> dict[st
     }
     if decoding > 0:
         summary["output_tokens_s"] = (num_output - num_first) / decoding
+    if not llm.engine.config.cache_formats.is_plain:
+        summary["kv_cache_dtype"] = llm.engine.config.kv_cache_dtype
+        summary["saturated_elements"] = stats.num_saturated
     if llm.engine.config.speculative is not None:
         summary["speculation"] = _speculation(llm, stats)
     return summary
@@ -88,6 +91,9 @@ def _lines(summary: dict[str, Any]) -> list[tuple[str, str]]:
         ("output", _output(summary)),
         ("tokens by origin", ", ".join(f"{n} {name}" for name, n in summary["origins"].items())),
     ]
+    if "kv_cache_dtype" in summary:
+        saturated = f"{summary['saturated_elements']} elements saturated"
+        lines.append(("KV cache", f"{summary['kv_cache_dtype']}, {saturated}"))
     if "speculation" in summary:
         lines += _speculation_lines(summary["speculation"])
     for stage, times in summary["stages"].items():
