@@ -135,7 +135,8 @@ def test_errors_are_bounded_by_those_of_bfloat16(name: str) -> None:
     brain = logprobs_of(rounding_model(CacheFormats("bfloat16", "bfloat16"), 32), prompt)
     llm = LLM(source(**SHAPE), device="cpu", kv_cache_dtype=name)
     (answer,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
-    ours = torch.tensor([[*each.values()][0].logprob for each in answer.prompt_logprobs[1:]])
+    given = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
+    ours = torch.tensor([each[token].logprob for token, each in given])
     targets = torch.tensor(prompt[1:])[:, None]
     errors = (ours.double() - exact[:-1].gather(1, targets)[:, 0]).abs().mean()
     unit = (brain - exact)[:-1].gather(1, targets).abs().mean()

@@ -14,7 +14,6 @@ from anabranch import (
     AttentionState,
     LatentKV,
     PagedKV,
-    SelectedKV,
     append_kv,
     attend,
     make_plan,
@@ -337,10 +336,3 @@ def test_refuses_latent_scales_and_formats() -> None:
         attend(torch.zeros(1, 4, 64), keys)
     with pytest.raises(ValueError, match=r"saturated must be \[1\], got shape \(2,\)"):
         append_kv(keys, torch.zeros(1, 64).half(), None, none, saturated=torch.zeros(2).int())
-
-
-def test_lists_of_keys_need_plain_ones() -> None:
-    _, keys, _ = make_inputs(replace(PAGED, formats=("plain", "int8")), 0)
-    indices = torch.zeros(5, 3, dtype=torch.int32)
-    with pytest.raises(ValueError, match="v of selected keys must be plain, got int8"):
-        SelectedKV(keys, indices, indices[:, 0].contiguous())

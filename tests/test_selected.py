@@ -152,6 +152,28 @@ def test_lists(source: str, page_size: int, per_token: str, impl: str, device: s
 
 @every_producer
 @pytest.mark.parametrize("per_token", ["head", "kv head", "all"])
+@pytest.mark.parametrize(
+    "formats",
+    [("fp8_tensor", "fp8_tensor"), ("fp8", "int8"), ("q8_0", "plain"), ("q8_0", "q8_0")],
+    ids="/".join,
+)
+def test_lists_of_quantised_keys(
+    formats: tuple[str, str], per_token: str, impl: str, device: str
+) -> None:
+    case = replace(BASE, dims=(32, 64), page_size=3, formats=formats, device=device)
+    check(case, Lists(per_token), impl)
+
+
+@every_producer
+@pytest.mark.parametrize("per_token", ["head", "all"])
+@pytest.mark.parametrize("name", ["plain", "fp8_tensor", "int8", "q8_0"])
+def test_lists_of_latent_rows(name: str, per_token: str, impl: str, device: str) -> None:
+    case = replace(BASE, source="latent", num_kv_heads=1, group=4, dims=(96, 64), device=device)
+    check(replace(case, formats=(name, name), page_size=3), Lists(per_token), impl)
+
+
+@every_producer
+@pytest.mark.parametrize("per_token", ["head", "kv head", "all"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 5.0}], ids=["plain", "softcap"])
 def test_log_weights(per_token: str, options: dict[str, Any], impl: str, device: str) -> None:
     case = replace(BASE, page_size=3, device=device)
@@ -241,7 +263,10 @@ def test_compiled_whole(impl: str, device: str) -> None:
 
 def test_rebuilt_from_its_tensors() -> None:
     base = make_keys(BASE)
-    for lists in (Lists(), Lists("all", weighted=True), Lists("kv head", seqs=(0, 2, 1))):
+    latent = make_keys(replace(BASE, source="latent", num_kv_heads=1, formats=("int8", "int8")))
+    sources = (base, base, base, latent)
+    every = (Lists(), Lists("all", weighted=True), Lists("kv head", seqs=(0, 2, 1)), Lists("all"))
+    for base, lists in zip(sources, every, strict=True):
         selected = make_lists(base, 4, 3, lists)
         again = rebuild_source(*flatten_source(selected))
         assert {name: id(x) for name, x in again.tensors().items()} == {
@@ -296,6 +321,10 @@ def test_bad_indices(place: tuple[int, ...], value: int, message: str) -> None:
     refuse(message, indices=indices)
 
 
+def tables_of_two() -> tuple[torch.Tensor, torch.Tensor]:
+    return integers(BASE, [[0], [1]]), integers(BASE, [5, 3])
+
+
 def test_bad_lists() -> None:
     ints = integers(BASE, [[3, 4], [3, 1]])
     refuse("sequence 0, token 0, list 1 has count 4, its list holds 0 to 3", counts=ints)
@@ -310,9 +339,12 @@ def test_bad_lists() -> None:
            indices=ints.new_zeros(3, 2, 3), counts=ints.new_zeros(3, 2))  # fmt: skip
     k = torch.zeros(8, 2, 8)
     ragged = RaggedKV(k, k, integers(BASE, [0, 4, 8]))
-    refuse("keys must be DenseKV or PagedKV, got RaggedKV", keys=ragged)
+    refuse("keys must be DenseKV or PagedKV or LatentKV, got RaggedKV", keys=ragged)
     k, v = torch.zeros(2, 5, 2, 8), torch.zeros(2, 2, 5, 8).transpose(1, 2)
-    refuse("lists need keys and values that are laid out alike", keys=DenseKV(k, v))
+    refuse("lists need keys, values and scales that are laid out alike", keys=DenseKV(k, v))
+    codes, scales = torch.zeros(2, 5, 2, 8).char(), torch.ones(2, 2, 5).transpose(1, 2)
+    quantised = PagedKV(codes, codes, *tables_of_two(), scales, scales, torch.float32)
+    refuse(r"\(10, 1, 5\) of v_scales", keys=quantised)
 
 
 def test_bad_calls() -> None:

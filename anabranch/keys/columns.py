@@ -67,7 +67,7 @@ class PagedColumns(NamedTuple):
 
 
 class DecodedColumns(NamedTuple):
-    """Sequences of a cache in any format, each column somewhere else, read as plain numbers."""
+    """Sequences or lists of keys in any format, each column somewhere else, as plain numbers."""
 
     k: EncodedRows
     v: EncodedRows | None  # None: a value is the first columns of its key
@@ -75,20 +75,23 @@ class DecodedColumns(NamedTuple):
     outer: torch.Tensor  # integer [num_seqs, k_len]
     inner: torch.Tensor  # integer [num_seqs, k_len]
     dtype: torch.dtype  # of the queries
+    heads: torch.Tensor | None = None  # int64 [num_seqs]: the one that is read, or all
 
     @property
     def copied_bytes(self) -> int:
         """A key and a value, decoded."""
         stores = (self.k,) if self.v is None else (self.k, self.v)
-        return sum(x.codes.shape[-2] * x.codes.shape[-1] for x in stores) * self.dtype.itemsize
+        num_heads = self.k.codes.shape[-2] if self.heads is None else 1
+        return sum(x.codes.shape[-1] for x in stores) * num_heads * self.dtype.itemsize
 
     def read(self, columns: slice) -> Pair:
         """A decoded copy of these columns."""
-        outer, inner = self.outer[:, columns], self.inner[:, columns]
-        k = self.k.read(outer, inner, self.dtype)
-        if self.v is None:
-            return k, k[..., : self.head_dim_v]
-        return k, self.v.read(outer, inner, self.dtype)
+        places = (self.outer[:, columns], self.inner[:, columns])
+        if self.heads is not None:
+            places = (*places, self.heads[:, None])
+        k = self.k.read(places, self.dtype)
+        v = k[..., : self.head_dim_v] if self.v is None else self.v.read(places, self.dtype)
+        return (k, v) if self.heads is None else (k[:, :, None], v[:, :, None])
 
 
 class ScatteredColumns(NamedTuple):
@@ -112,31 +115,6 @@ class ScatteredColumns(NamedTuple):
         rows = (outer * self.k.shape[1] + inner).flatten()
         k, v = _copy_rows(self.k.flatten(0, 1), self.v.flatten(0, 1), rows)
         return k.view(*inner.shape, *k.shape[1:]), v.view(*inner.shape, *v.shape[1:])
-
-
-class ListedColumns(NamedTuple):
-    """Lists of keys of a cache or a padded batch, each of all heads or of one."""
-
-    k: torch.Tensor  # [outer, inner, num_kv_heads, head_dim_k]
-    v: torch.Tensor  # [outer, inner, num_kv_heads, head_dim_v]
-    outer: torch.Tensor  # integer [num_lists, k_len]
-    inner: torch.Tensor  # integer [num_lists, k_len]
-    heads: torch.Tensor | None  # int64 [num_lists], or all heads
-
-    @property
-    def copied_bytes(self) -> int:
-        """A key and a value."""
-        if self.heads is None:
-            return _row_bytes(self.k) + _row_bytes(self.v)
-        return (self.k.shape[-1] + self.v.shape[-1]) * self.k.itemsize
-
-    def read(self, columns: slice) -> Pair:
-        """A copy of these columns, key by key."""
-        outer, inner = self.outer[:, columns], self.inner[:, columns]
-        if self.heads is None:
-            return self.k[outer, inner], self.v[outer, inner]
-        heads = self.heads[:, None]
-        return self.k[outer, inner, heads][:, :, None], self.v[outer, inner, heads][:, :, None]
 
 
 def is_flat(x: torch.Tensor) -> bool:

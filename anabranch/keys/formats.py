@@ -167,13 +167,13 @@ class EncodedRows(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor | None  # [outer, inner, heads, blocks]
 
-    def read(self, outer: torch.Tensor, inner: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """A copy of these rows [*, heads, dim] as numbers."""
+    def read(self, places: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A copy of the rows [*, heads, dim], or [*, dim], that an index gives, as numbers."""
         if self.scales is None:
-            return self.codes[outer, inner].to(dtype)
+            return self.codes[places].to(dtype)
         # torch indexes bytes, not float8
-        codes = self.codes.view(torch.int8)[outer, inner].view(self.codes.dtype)
-        return decode(codes, self.scales[outer, inner], dtype)
+        codes = self.codes.view(torch.int8)[places].view(self.codes.dtype)
+        return decode(codes, self.scales[places], dtype)
 
 
 def rows_of(store: KeyStore) -> EncodedRows:

@@ -7,17 +7,19 @@ from typing import ClassVar, Self
 
 import torch
 
-from anabranch.keys.columns import KeyColumns, ListedColumns, last_positions
+from anabranch.keys.columns import DecodedColumns, KeyColumns, last_positions
 from anabranch.keys.dense import DenseKV
+from anabranch.keys.formats import rows_of
+from anabranch.keys.latent import LatentKV
 from anabranch.keys.paged import PagedKV
 from anabranch.keys.pair import check_index
 from anabranch.keys.source import KeyLengths, KeySource
 from anabranch.keys.steps import common_steps, in_steps
-from anabranch.keys.view import PLAIN, KeyLists, KeyView
+from anabranch.keys.view import KeyLists, KeyView
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 
 # Sources that lists can name keys of: those whose view has [pages, keys, heads, dims].
-BASES: dict[str, type[KeySource]] = {source.kind: source for source in (DenseKV, PagedKV)}
+BASES: dict[str, type[KeySource]] = {source.kind: source for source in (DenseKV, PagedKV, LatentKV)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +50,6 @@ class SelectedKV(KeySource):
         if type(self.keys) not in BASES.values():
             names = " or ".join(source.__name__ for source in BASES.values())
             raise ValueError(f"keys must be {names}, got {type(self.keys).__name__}")
-        view = self.keys.view()
-        for name, store in (("k", view.k), ("v", view.v)):
-            if store.format != PLAIN:
-                raise ValueError(f"{name} of selected keys must be plain, got {store.format.name}")
         pattern = "num_tokens width" if self.indices.dim() == 2 else "num_tokens num_lists width"
         sizes, device = Sizes(), self.keys.device
         sizes.match("indices", self.indices, pattern)
@@ -108,7 +106,7 @@ class SelectedKV(KeySource):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
+        """That of the queries."""
         return self.keys.dtype
 
     @property
@@ -206,7 +204,8 @@ class SelectedKV(KeySource):
         heads = None
         if self.indices.dim() == 3:
             heads = rows % self.lists_per_token * self.keys.num_kv_heads // self.lists_per_token
-        return ListedColumns(view.k.ptr, view.v.ptr, pages, inner, heads)
+        k, v = rows_of(view.k), None if view.values_in_keys else rows_of(view.v)
+        return DecodedColumns(k, v, self.head_dim_v, pages, inner, self.dtype, heads)
 
     def column_weights(
         self, seqs: list[int], lens: list[int], k_len: int, starts: torch.Tensor | None

@@ -145,7 +145,7 @@ def _engine_attend_op(
     k: torch.Tensor,
     v: torch.Tensor,
     # written, but read by this operator only: nothing to keep in order
-    cache: Sequence[torch.Tensor | None],
+    cache: list[torch.Tensor | None],
     sinks: torch.Tensor | None,
     slot: int,
     scale: float,
