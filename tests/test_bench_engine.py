@@ -222,15 +222,49 @@ def test_sweep(tiny: dict[str, Any], tmp_path: Path) -> None:
     )
     results = run_sweep(options, silent)
     table = sweep_table(results)
-    assert table.columns == ["test", *impls.split(",")]
+    first, *others = impls.split(",")
+    ratios = [f"{first} / {other}" for other in others]
+    assert table.columns == ["test", first, *others, *ratios]
     assert [line[0] for line in table.lines] == [
         "pp8", "pp16", "pp128", "tg3@pp8", "tg3@pp16", "tg3@pp128"
     ]  # fmt: skip
-    assert all("±" in cell for line in table.lines if "128" not in line[0] for cell in line[1:])
-    assert table.lines[2][1:] == ["-"] * 3 and "context has 128" in table.notes[0]
+    timed = [line for line in table.lines if "128" not in line[0]]
+    assert all("±" in cell for line in timed for cell in line[1:4])
+    assert all(cell.endswith("x") for line in timed for cell in line[4:])
+    assert table.lines[2][1:] == ["-"] * 5 and "context has 128" in table.notes[0]
     saved = json.loads((tmp_path / "o.json").read_text())
     assert saved["header"]["bench"] == "sweep" and "transformers" in saved["header"]["versions"]
     assert saved["rows"] == results.rows
+
+
+def test_sweep_over_caches_and_its_plot(tiny: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "sweep.svg"
+    command = ["bench", "sweep", "--model", tiny["model"], "--device", "cpu", "--plot", str(plot),
+               "--impls", "anabranch,transformers-eager", "--kv-cache-dtype", "auto,int8/fp8",
+               "--contexts", "8,20", "--generate", "2", "--repeats", "1"]  # fmt: skip
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    for shown in ("anabranch auto", "anabranch int8/fp8", "transformers-eager", "tg2@pp20"):
+        assert shown in done.output
+    drawn = plot.read_text()
+    assert drawn.count('<g id="axes_') == 2 and "<!-- anabranch int8/fp8 -->" in drawn
+
+
+def test_a_sweep_names_what_fails(tiny: dict[str, Any]) -> None:
+    options = SweepOptions(
+        **tiny, contexts="8", repeats=1, impls="anabranch", kv_cache_dtype="q8_0"
+    )
+    with pytest.raises(ValueError, match="blocks of 32, got head_dim with 16 columns"):
+        run_sweep(options, silent)
+    rows = [
+        {"implementation": "a", "test": "pp8", "context": 8, "tokens_s": 6.0, "spread": 0.5},
+        {"implementation": "b", "test": "pp8", "context": 8, "error": "OutOfMemoryError: no"},
+        {"implementation": "c", "test": "pp8", "context": 8, "tokens_s": 4.0, "spread": 0.0},
+    ]
+    table = sweep_table(results_of(rows))
+    assert table.lines == [["pp8", "6 ± 0.5", "-", "4 ± 0", "-", "1.50x"]]
+    assert table.notes == ["b pp8: OutOfMemoryError: no"]
 
 
 def test_scorers(tiny: dict[str, Any]) -> None:

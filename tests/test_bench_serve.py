@@ -20,15 +20,14 @@ from anabranch.bench.results import Header, RunResults
 from anabranch.bench.serve import draft_counts, serve_bench
 from anabranch.bench.serve.draft_counts import parse_counts, speculation_between
 from anabranch.bench.serve.endpoint import Endpoint
-from anabranch.bench.serve.load_options import Load, LoadOptions
+from anabranch.bench.serve.load_options import Load, LoadOptions, SoakOptions
 from anabranch.bench.serve.load_plot import draw_loads
 from anabranch.bench.serve.request_bodies import read_prompts
 from anabranch.bench.serve.request_load import LoadRun, arrival_times, summarise
-from anabranch.bench.serve.result_block import print_results, result_block, side_by_side
+from anabranch.bench.serve.result_block import result_block, serve_report, side_by_side
 from anabranch.bench.serve.serve_bench import run_serve
 from anabranch.bench.serve.server_process import LaunchedServer, serve_arguments
 from anabranch.bench.serve.soak import run_soak, soak_table
-from anabranch.bench.serve.soak_options import SoakOptions
 from anabranch.bench.serve.streamed_request import Failure, Outcome, send_request
 from anabranch.cli.command_group import app
 
@@ -531,16 +530,14 @@ def test_a_comparison_loads_every_setting_alike(monkeypatch: pytest.MonkeyPatch)
     assert prompts[:4] == prompts[4:]
 
 
-def test_cases_are_run_one_after_the_other(capsys: pytest.CaptureFixture[str]) -> None:
+def test_cases_are_run_one_after_the_other() -> None:
     with fake.running() as server:
         results = run(server, cases="5x2,7x3", warmup=2, concurrency=2, model="fake")
     assert [len(body["prompt"]) for body in server.bodies] == [5] * 2 + [5] * 4 + [7] * 4
     assert [body["max_tokens"] for body in server.bodies] == [2] * 6 + [3] * 4
     loads = ["5 in, 2 out, concurrency 2", "7 in, 3 out, concurrency 2"]
     assert [row["load"] for row in results.rows] == loads
-    print_results(results)
-    printed = capsys.readouterr().out
-    assert all(load in printed for load in loads) and "last / first" in printed
+    assert serve_report(results).columns == ["", *loads, "last / first"]
 
 
 def test_room_for_the_longest_case() -> None:

@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from anabranch.bench.attention_options import AttentionOptions
 from anabranch.bench.commands import ATTENTION, BENCHES
-from anabranch.bench.serve.load_options import LoadOptions
 from anabranch.cli.command_group import app
 from anabranch.cli.engine_options import ServingOptions
 from anabranch.cli.generate import GenerateOptions
@@ -62,7 +61,7 @@ def generate(model: str, *arguments: str, **more: Any) -> Any:
 COMMANDS = [
     ("generate",),
     ("serve",),
-    *(("bench", name) for name in (*ATTENTION, *BENCHES, "serve")),
+    *(("bench", name) for name in (*ATTENTION, *BENCHES)),
 ]
 
 
@@ -83,7 +82,6 @@ OPTIONS: dict[tuple[str, ...], type] = {
     ("serve",): ServeCommandOptions,
     **{("bench", name): AttentionOptions for name in ATTENTION},
     **{("bench", name): kind for name, kind in BENCHES.items()},
-    ("bench", "serve"): LoadOptions,
 }
 
 
@@ -112,8 +110,9 @@ def test_every_option_can_be_read_from_a_command_line(kind: type) -> None:
     seen: list[Any] = []
     parser = new_app()
     add_command(parser, "x", kind, seen.append)
-    needs = {"draft_model": ("--speculative", "draft"), "plot": ("--sweep", "1")}
-    needs |= {"compare": ("--launch", "m")} if hasattr(kind, "launch") else {}
+    needs = {"draft_model": ("--speculative", "draft")}
+    loads = {"compare": ("--launch", "m"), "plot": ("--sweep", "1")}
+    needs |= loads if hasattr(kind, "launch") else {}
     for option in options_of(kind):
         value = value_of(option)
         if option.name == "cases" and hasattr(kind, "batch"):

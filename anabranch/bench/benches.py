@@ -1,41 +1,53 @@
-"""Benchmarks of the engine and the soak by name: how each is run and printed."""
+"""Benchmarks of the engine and of a server by name: how each is run, printed and drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from anabranch.bench.engine import cpu, latency, scorers, sweep, throughput
-from anabranch.bench.engine.bench_options import BenchOptions
+from anabranch.bench.line_plot import check_matplotlib
 from anabranch.bench.results import RunResults
-from anabranch.bench.serve import soak
-from anabranch.bench.serve.soak_options import SoakOptions
+from anabranch.bench.serve import load_plot, result_block, serve_bench, soak
 from anabranch.bench.table import Table, print_paths, print_table
 from anabranch.cli.progress import Progress, progress_bars, quiet_transformers
 
-Run = Callable[[Any, Progress], RunResults]
-Show = Callable[[RunResults], str | Table]
-BENCHES: dict[str, tuple[Run, Show]] = {
-    "latency": (latency.run_latency, latency.latency_text),
-    "throughput": (throughput.run_throughput, throughput.throughput_text),
-    "sweep": (sweep.run_sweep, sweep.sweep_table),
-    "scorers": (scorers.run_scorers, scorers.scorers_table),
-    "cpu": (cpu.run_cpu, cpu.cpu_table),
-    "soak": (soak.run_soak, soak.soak_table),
+
+class Bench(NamedTuple):
+    """What a benchmark consists of."""
+
+    run: Callable[[Any, Progress], RunResults]
+    show: Callable[[RunResults], str | Table]
+    draw: Callable[[RunResults, Path], None] | None = None
+
+
+BENCHES = {
+    "latency": Bench(latency.run_latency, latency.latency_text),
+    "throughput": Bench(throughput.run_throughput, throughput.throughput_text),
+    "sweep": Bench(sweep.run_sweep, sweep.sweep_table, sweep.draw_sweep),
+    "scorers": Bench(scorers.run_scorers, scorers.scorers_table),
+    "cpu": Bench(cpu.run_cpu, cpu.cpu_table),
+    "serve": Bench(serve_bench.run_serve, result_block.serve_report, load_plot.draw_loads),
+    "soak": Bench(soak.run_soak, soak.soak_table),
 }
 
 
-def run_and_print(name: str, options: BenchOptions | SoakOptions) -> None:
+def run_and_print(name: str, options: Any) -> None:
     """Run, print, and write the files that the options name."""
-    run, show = BENCHES[name]
+    bench = BENCHES[name]
+    plot = options.plot if bench.draw else None
+    check_matplotlib(plot)
     quiet_transformers()
     with progress_bars() as progress:
-        results = run(options, progress)
+        results = bench.run(options, progress)
     if options.out:
         results.save(options.out)
-    report = show(results)
+    report = bench.show(results)
     if isinstance(report, Table):
         print_table(report)
     else:
         print(report)
-    print_paths(options.out, getattr(options, "profile", None))
+    if bench.draw and plot:
+        bench.draw(results, plot)
+    print_paths(options.out, plot, getattr(options, "profile", None))

@@ -22,10 +22,9 @@ from anabranch.bench.results import Results, Row, blank_row, make_header, with_r
 from anabranch.bench.table import make_table, print_paths, print_table
 from anabranch.bench.timing import synchronize, time_graph, time_loop
 from anabranch.cli.progress import progress_bars
+from anabranch.engine.config import EngineConfig
 
 MAX_EAGER_US = 1000.0  # above, the host is never what a call waits for
-
-
 BROKEN = ("wrong", "failed")
 Advance = Callable[[str], None]  # called with the name of what starts
 
@@ -40,7 +39,7 @@ def run_and_print(bench: str, options: AttentionOptions) -> bool:
 
 def run(bench: str, options: AttentionOptions) -> Results:
     """Run a benchmark; the rows so far are saved after every case."""
-    device = _device(options.device)
+    device = EngineConfig(device=options.device or None).resolve_device()
     cases = cases_of(bench, device.type, quick=options.quick, pattern=options.filter)
     implementations = select(bench, options.impl, device)
     if not cases or not implementations:
@@ -65,13 +64,6 @@ def run(bench: str, options: AttentionOptions) -> Results:
             if not _alive(device):
                 break
     return results
-
-
-def _device(name: str) -> torch.device:
-    found = "cuda" if torch.cuda.is_available() else "cpu"
-    if name not in ("", "cpu", found):
-        raise ValueError(f"device must be cpu or cuda, got {name!r}; torch finds {found} here")
-    return torch.device(name or found)
 
 
 def select(bench: str, names: Sequence[str], device: torch.device) -> list[Implementation]:

@@ -8,15 +8,14 @@ import typer
 
 from anabranch.bench.attention_options import AttentionOptions
 from anabranch.bench.engine.bench_options import (
-    BenchOptions,
     CpuOptions,
     LatencyOptions,
     ScorersOptions,
     SweepOptions,
     ThroughputOptions,
 )
-from anabranch.bench.serve.load_options import LoadOptions
-from anabranch.bench.serve.soak_options import SoakOptions
+from anabranch.bench.serve.load_options import LoadOptions, SoakOptions
+from anabranch.cli.engine_options import EngineOptions
 from anabranch.cli.options import add_command, new_app
 
 ATTENTION = {
@@ -39,12 +38,13 @@ A case is named as in decode, with the queries of a sequence: "B8 L8192 H32/8 D1
 A case is sequences, length and heads: "B1 S8192 H32/8 D128". Half of a causal mask is work.
 """,
 }
-BENCHES: dict[str, type[BenchOptions | SoakOptions]] = {
+BENCHES: dict[str, type[EngineOptions]] = {
     "latency": LatencyOptions,
     "throughput": ThroughputOptions,
     "sweep": SweepOptions,
     "scorers": ScorersOptions,
     "cpu": CpuOptions,
+    "serve": LoadOptions,
     "soak": SoakOptions,
 }
 
@@ -56,16 +56,10 @@ def _run_attention(name: str, options: AttentionOptions) -> None:
         raise typer.Exit(1)
 
 
-def _run_bench(name: str, options: BenchOptions | SoakOptions) -> None:
+def _run_bench(name: str, options: EngineOptions) -> None:
     from anabranch.bench.benches import run_and_print
 
     run_and_print(name, options)
-
-
-def _run_serve(options: LoadOptions) -> None:
-    from anabranch.bench.serve.serve_bench import run_and_print
-
-    run_and_print(options)
 
 
 app = new_app(
@@ -80,4 +74,3 @@ for _name, _help in ATTENTION.items():
     add_command(app, _name, AttentionOptions, partial(_run_attention, _name), _help)
 for _name, _options in BENCHES.items():
     add_command(app, _name, _options, partial(_run_bench, _name))
-add_command(app, "serve", LoadOptions, _run_serve)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from anabranch.bench.cases import AttendCase, Case, MergeCase, unite
@@ -14,6 +15,7 @@ CONTEXTS = (8192, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PREFILLS = (1024, 2048, 4096, 8192, 16384, 32768)
+_decode, _verify = partial(AttendCase, "decode"), partial(AttendCase, "verify")
 # Query heads, kv heads, head dim, and the window of local layers, of well-known models.
 MODELS: dict[str, tuple[int, int, int, int | None]] = {
     "Llama-3 8B": (32, 8, 128, None),
@@ -105,14 +107,6 @@ def prefill_cases() -> list[AttendCase]:
     )
 
 
-def _decode(num_seqs: int, seq_len: int, **shape: Any) -> AttendCase:
-    return AttendCase("decode", num_seqs, seq_len, **shape)
-
-
-def _verify(num_seqs: int, seq_len: int, q_len: int, **shape: Any) -> AttendCase:
-    return AttendCase("verify", num_seqs, seq_len, q_len, **shape)
-
-
 def _prefill(num_seqs: int, seq_len: int, **shape: Any) -> AttendCase:
     return AttendCase("prefill", num_seqs, seq_len, seq_len, **shape)
 
@@ -123,7 +117,7 @@ def _grouped(group: str, cases: Iterable[AttendCase]) -> list[AttendCase]:
 
 def cpu_cases(bench: str) -> list[Case]:
     """Small sizes for a machine without a GPU, in float32."""
-    heads = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "head_dim_v": 64}
+    heads: Any = {"num_heads": 9, "num_kv_heads": 3, "head_dim": 64, "head_dim_v": 64}
     if bench == "merge":
         return [case for case in merge_cases() if case.num_tokens <= 1024 and case.num_heads == 16]
     if bench == "prefill":

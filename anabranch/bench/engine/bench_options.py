@@ -13,7 +13,7 @@ from anabranch.cli.options import option, options_of
 
 SWITCHES = tuple(each.flag[2:] for each in options_of(EngineOptions) if each.type is bool)
 COMPARE = ("speculative", "scorer", *SWITCHES)
-TRANSFORMERS_PREFIX = "transformers-"
+ENGINE, TRANSFORMERS_PREFIX = "anabranch", "transformers-"
 RANGE_HELP = "Lengths vary by this much: 0.5 draws from half to one and a half times."
 OUT_HELP = "Write the results as JSON, with the commit and the machine."
 Options = TypeVar("Options", bound=EngineOptions)
@@ -115,11 +115,12 @@ class ThroughputOptions(BenchOptions):
 class SweepOptions(BenchOptions):
     """Measure prompt and generation speed against context, beside transformers.
 
-    $ anabranch bench sweep --contexts 512,1024,2048 --out sweep.json
-    $ anabranch bench sweep --impls anabranch,transformers-sdpa
+    $ anabranch bench sweep --contexts 512,1024,2048 --out sweep.json --plot sweep.svg
+    $ anabranch bench sweep --impls anabranch,transformers-eager
+    $ anabranch bench sweep --impls anabranch --kv-cache-dtype auto,q8_0,fp8
     """
 
-    contexts: str = option("512,1024,2048,4096,8192,16384", "Prompt lengths, with commas.")
+    contexts: str = option("128,512,1024,2048,4096,8192,16384", "Prompt lengths, with commas.")
     generate: int = option(128, "Tokens after each prompt.", at_least=1)
     repeats: int = option(3, "Measured runs; mean and spread are shown.", at_least=1)
     impls: str = option(
@@ -127,24 +128,36 @@ class SweepOptions(BenchOptions):
         "Implementations, with commas: anabranch is this engine, transformers-NAME is "
         "transformers with the attention implementation NAME (sdpa, eager, anabranch).",
     )
+    kv_cache_dtype: str = option("auto", "Formats of the engine's KV cache, with commas.")
+    plot: Path | None = option(None, "Draw the speeds against context into this file.")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in self.names():
-            if name != "anabranch" and not name.startswith(TRANSFORMERS_PREFIX):
+        for name in _listed(self.impls):
+            if name != ENGINE and not name.startswith(TRANSFORMERS_PREFIX):
                 raise ValueError(f"--impls must be anabranch or transformers-NAME, got {name!r}")
         self.lengths()
 
-    def names(self) -> list[str]:
-        """The implementations."""
-        return [name.strip() for name in self.impls.split(",")]
+    def contenders(self) -> dict[str, SweepOptions]:
+        """What is run, by name: the engine for each format of its cache, and the others."""
+        found: dict[str, SweepOptions] = {}
+        caches = _listed(self.kv_cache_dtype)
+        for name in _listed(self.impls):
+            for cache in caches if name == ENGINE else caches[:1]:
+                label = f"{name} {cache}" if name == ENGINE and len(caches) > 1 else name
+                found[label] = replace(self, impls=name, kv_cache_dtype=cache)
+        return found
 
     def lengths(self) -> list[int]:
         """Prompt lengths, the shortest first."""
-        given = [part.strip() for part in self.contexts.split(",")]
+        given = _listed(self.contexts)
         if not all(part.isdecimal() and int(part) > 0 for part in given):
             raise ValueError(f"--contexts must be numbers with commas, got {self.contexts!r}")
         return sorted(map(int, given))
+
+
+def _listed(given: str) -> list[str]:
+    return [part.strip() for part in given.split(",")]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from anabranch.bench.engine.bench_options import CpuOptions
 from anabranch.bench.engine.transformers_peer import TransformersPeer
-from anabranch.bench.engine.workload import question_messages, summary_messages
+from anabranch.bench.engine.workload import greedy, question_messages, summary_messages
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.table import Table, format_number
 from anabranch.cli.progress import Progress
@@ -59,13 +59,8 @@ def run_cpu(options: CpuOptions, progress: Progress) -> RunResults:
 def _runs(
     llm: LLM, peer: TransformersPeer, messages: list[dict[str, str]], options: CpuOptions
 ) -> Runs:
-    from anabranch.sampling.params import SamplingParams
-
     count = options.output_len
-    plain, ngram = (
-        SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, speculate=on)
-        for on in (False, True)
-    )
+    plain, ngram = (greedy(count, speculate=on) for on in (False, True))
     questions = [llm.chat_prompt(messages) for messages in question_messages(options.prompts)]
     summary = llm.chat_prompt(messages)
     return {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anabranch.bench.engine.bench_options import LatencyOptions, compared_settings
-from anabranch.bench.engine.workload import random_prompts
+from anabranch.bench.engine.workload import greedy, random_prompts
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.timing import release_memory
 from anabranch.cli.profile import profiled
@@ -84,11 +84,8 @@ def _measure(llm: LLM, options: LatencyOptions, progress: Progress) -> Record:
 
 
 def _run(llm: LLM, options: LatencyOptions, output_len: int, seed: int = 0) -> list[RequestOutput]:
-    from anabranch.sampling.params import SamplingParams
-
-    params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
     prompts = random_prompts(options.batch, options.input_len, llm.engine.vocab_size, seed)
-    return llm.generate(prompts, params)
+    return llm.generate(prompts, greedy(output_len))
 
 
 def full_batch_ms(outputs: list[RequestOutput], stats: RecordedStats) -> list[float]:

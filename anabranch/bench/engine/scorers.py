@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from anabranch.bench.engine.bench_options import ScorersOptions
-from anabranch.bench.engine.workload import LOWEST_TOKEN, random_prompts
+from anabranch.bench.engine.workload import LOWEST_TOKEN, greedy, random_prompts
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.table import Table, format_number
 from anabranch.bench.timing import release_memory
@@ -45,19 +45,12 @@ def run_scorers(options: ScorersOptions, progress: Progress) -> RunResults:
 def _row(
     llm: LLM, name: str, options: ScorersOptions, num_drafts: int, progress: Progress
 ) -> Record:
-    from anabranch.sampling.params import SamplingParams
-
     progress(f"measuring {name}", 0, 0)
     prompts = random_prompts(options.batch, options.context, llm.engine.vocab_size)
-    params = SamplingParams(
-        temperature=0.0,
-        max_tokens=(1 + num_drafts) * (options.repeats + FIRST_STEPS),
-        ignore_eos=True,
-        logit_bias={LOWEST_TOKEN: 100.0},
-        speculate=num_drafts > 0,
-    )
+    most = (1 + num_drafts) * (options.repeats + FIRST_STEPS)
+    params = greedy(most, logit_bias={LOWEST_TOKEN: 100.0}, speculate=num_drafts > 0)
     # The prompts are then in the cache, so that all sequences decode from the first step on.
-    llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=1, speculate=False))
+    llm.generate(prompts, greedy(1, speculate=False))
     stats = record_steps(llm)
     llm.generate(prompts, params)
     times = stats.stage_summary()["scoring" if num_drafts else "model"]
@@ -67,15 +60,8 @@ def _row(
 def scorers_table(results: RunResults) -> Table:
     """Milliseconds of a step, and their ratio to a plain step."""
     plain, multi_query, expansion = (row["ms"] for row in results.rows)
-    lines = [
-        [
-            row["name"],
-            str(row["tokens_a_sequence"]),
-            format_number(row["ms"]),
-            f"{row['ms'] / plain:.2f}x",
-        ]
-        for row in results.rows
-    ]
+    steps = [(row["name"], str(row["tokens_a_sequence"]), row["ms"]) for row in results.rows]
+    lines = [[*step, format_number(ms), f"{ms / plain:.2f}x"] for *step, ms in steps]
     notes = [f"{SCORERS[0]} is {expansion / multi_query:.2f}x as fast as {SCORERS[1]}"]
     given = results.options
     title = f"one step of {given['model']}, {given['batch']} x {given['context']} keys"

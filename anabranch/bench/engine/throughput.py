@@ -9,7 +9,7 @@ import torch
 
 from anabranch.bench.engine.bench_options import ThroughputOptions
 from anabranch.bench.engine.transformers_peer import TransformersPeer
-from anabranch.bench.engine.workload import Workload, random_workload
+from anabranch.bench.engine.workload import Workload, greedy, random_workload
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.timing import release_memory
 from anabranch.cli.progress import Progress
@@ -24,12 +24,11 @@ def run_throughput(options: ThroughputOptions, progress: Progress) -> RunResults
     if options.peer:
         for attention in options.peer_attention.split(","):
             results.rows.extend(_run_peer(options, work, batch, attention.strip(), progress))
+            release_memory()
     return results
 
 
 def _run_engine(options: ThroughputOptions, progress: Progress) -> tuple[Record, Workload, int]:
-    from anabranch.sampling.params import SamplingParams
-
     most = round((options.input_len + options.output_len) * (1 + options.range_ratio)) + 2
     llm = options.make(progress, **options.sized(most, options.max_num_seqs))
     work = random_workload(
@@ -40,12 +39,8 @@ def _run_engine(options: ThroughputOptions, progress: Progress) -> tuple[Record,
         range_ratio=options.range_ratio,
         seed=options.seed,
     )
-    warm, *params = (
-        SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-        for length in (2, *work.output_lens)
-    )
-    llm.generate(work.prompts[:2], warm)
-    total = sum(work.output_lens)
+    llm.generate(work.prompts[:2], greedy(2))
+    params, total = list(map(greedy, work.output_lens)), sum(work.output_lens)
     start = time.perf_counter()
     llm.generate(work.prompts, params, advance=lambda done: progress("generating", done, total))
     seconds = time.perf_counter() - start
@@ -69,7 +64,6 @@ def _run_peer(
         except (RuntimeError, ValueError, torch.OutOfMemoryError) as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             rows.append({"name": name, "error": reason})
-    peer.close()
     return rows
 
 

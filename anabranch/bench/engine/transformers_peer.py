@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anabranch.bench.engine.workload import Workload
-from anabranch.bench.timing import release_memory, synchronize
+from anabranch.bench.timing import synchronize
 from anabranch.cli.engine_options import EngineOptions
 from anabranch.cli.progress import Progress
 
@@ -60,10 +60,6 @@ class TransformersPeer:
         )
         return out[:, width:].tolist()
 
-    def generate_one(self, prompt: Sequence[int], num_tokens: int) -> list[int]:
-        """The greedy answer to one prompt."""
-        return self.generate([prompt], num_tokens)[0]
-
     def generate_seconds(self, work: Workload, batch: int) -> float:
         """Of all prompts in batches as they come; a batch waits for its longest answer."""
         start = time.perf_counter()
@@ -96,8 +92,3 @@ class TransformersPeer:
             self.model.destroy_cached_continuous_batching_manager()
             self.model.set_attn_implementation(before)
         return seconds
-
-    def close(self) -> None:
-        """Give the memory back."""
-        self.model = None
-        release_memory()

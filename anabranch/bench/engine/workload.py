@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from anabranch.sampling.params import SamplingParams
 
 RIVER = Path(__file__).parents[3] / "examples" / "river.txt"
 LOWEST_TOKEN = 10  # below are control tokens, of most vocabularies
@@ -18,6 +21,13 @@ class Workload(NamedTuple):
 
     prompts: list[list[int]]
     output_lens: list[int]
+
+
+def greedy(num_tokens: int, **more: Any) -> SamplingParams:
+    """Answers of this length, whatever the tokens are."""
+    from anabranch.sampling.params import SamplingParams
+
+    return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **more)
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int = 0) -> list[list[int]]:

@@ -14,11 +14,8 @@ from anabranch.bench.peers import flash_attention3, flashinfer_attention, torch_
 def implementations(bench: str, device: str) -> list[Implementation]:
     """The peers of a benchmark."""
     if bench == "merge":
-        return (
-            [Implementation("FlashInfer", "peer", flashinfer_attention.merge)]
-            if device == "cuda"
-            else []
-        )
+        found = [Implementation("FlashInfer", "peer", flashinfer_attention.merge)]
+        return found if device == "cuda" else []
     if device == "cpu":
         return [Implementation("SDPA contiguous", "peer", torch_attention.attend)]
     cudnn = partial(torch_attention.attend_forced, "CUDNN_ATTENTION")

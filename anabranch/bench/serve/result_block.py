@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from anabranch.bench.results import Record, RunResults
-from anabranch.bench.table import Table, print_table
+from anabranch.bench.table import Table
 
 WIDTH = 50
 ROWS = {
@@ -88,12 +88,9 @@ def notes(row: Record) -> list[str]:
     return lines
 
 
-def print_results(results: RunResults) -> None:
+def serve_report(results: RunResults) -> str | Table:
     """A block for a single run, else a table with a column for each."""
-    if len(results.rows) == 1:
-        print(result_block(results.rows[0]))
-    else:
-        print_table(side_by_side(results))
+    return result_block(results.rows[0]) if len(results.rows) == 1 else side_by_side(results)
 
 
 def side_by_side(results: RunResults) -> Table:

@@ -13,28 +13,12 @@ from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.serve.draft_counts import read_counts, settled_counts, speculation_between
 from anabranch.bench.serve.endpoint import Endpoint, as_dict
 from anabranch.bench.serve.load_options import Load, LoadOptions
-from anabranch.bench.serve.load_plot import check_matplotlib, draw_loads
 from anabranch.bench.serve.request_bodies import make_bodies
 from anabranch.bench.serve.request_load import run_load, summarise
-from anabranch.bench.serve.result_block import print_results
 from anabranch.bench.serve.server_process import launched
 from anabranch.bench.serve.streamed_request import check_answer, send_request
-from anabranch.bench.table import print_paths
 from anabranch.bench.timing import release_memory
-from anabranch.cli.progress import Progress, progress_bars
-
-
-def run_and_print(options: LoadOptions) -> None:
-    """Run, print, and write the files that the options name."""
-    check_matplotlib(options.plot)
-    with progress_bars() as progress:
-        results = run_serve(options, progress)
-    if options.out:
-        results.save(options.out)
-    print_results(results)
-    if options.plot:
-        draw_loads(results, options.plot)
-    print_paths(options.out, options.plot)
+from anabranch.cli.progress import Progress
 
 
 def run_serve(options: LoadOptions, progress: Progress) -> RunResults:
@@ -44,7 +28,7 @@ def run_serve(options: LoadOptions, progress: Progress) -> RunResults:
     device = options.torch_device()
     if options.compare == "graphs" and device.type != "cuda":
         raise ValueError("--compare graphs needs a GPU: there are no CUDA graphs on a CPU")
-    results = _begin(options, device)
+    results = begin_results("serve", device, options)
     release_memory()
     for name, setting in options.settings().items():
         progress(f"starting a server, {name}", 0, 0)
@@ -61,18 +45,11 @@ async def _measure_running(options: LoadOptions, progress: Progress) -> RunResul
     endpoint = _endpoint(options, options.base_url)
     if options.model is None:  # reports at once that there is no server
         await endpoint.first_model()
-    results = _begin(options, torch.device("cpu"))
+    results = begin_results("serve", torch.device("cpu"), options)
     device = as_dict(await endpoint.get("/stats")).get("device")
     where = ", ".join(filter(None, (options.base_url, device)))
     results = replace(results, header=replace(results.header, device=where))
     results.rows.extend(await measure(options.base_url, options, options.base_url, progress))
-    return results
-
-
-def _begin(options: LoadOptions, device: torch.device) -> RunResults:
-    results = begin_results("serve", device, options)
-    if options.launch is not None:
-        del results.options["base_url"]
     return results
 
 

@@ -12,11 +12,10 @@ import psutil
 
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.serve.endpoint import Endpoint, as_dict
-from anabranch.bench.serve.load_options import Load
+from anabranch.bench.serve.load_options import Load, SoakOptions
 from anabranch.bench.serve.request_bodies import COMMON_WORDS, streamed_body
 from anabranch.bench.serve.request_load import LoadRun, latencies, summarise
 from anabranch.bench.serve.server_process import LaunchedServer, launched
-from anabranch.bench.serve.soak_options import SoakOptions
 from anabranch.bench.serve.streamed_request import Outcome, check_answer, send_request
 from anabranch.bench.table import Table
 from anabranch.cli.progress import Progress
