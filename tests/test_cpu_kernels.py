@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from cases import Case, make_inputs
 from tiny_models import source
 from tolerance import assert_close, assert_state_close
 from torch.nn import functional
 
-from anabranch import LLM, PagedKV, SamplingParams, attend, reference
+from anabranch import LLM, PagedKV, SamplingParams, append_kv, attend, reference
 from anabranch.engine import limits
 from anabranch.kernels.cpu import decode, waiting
 from anabranch.kernels.cpu import native as native_module
@@ -84,6 +85,42 @@ def test_decode(case: Any, causal: bool) -> None:
     expected = reference.attend(q, keys, cu_seqlens_q=starts, **options)
     by_torch = attend(q, keys, cu_seqlens_q=starts, **options)
     assert_state_close(state, expected, by_torch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("formats", [("fp8_tensor", "plain"), ("fp8", "int8"), ("q8_0", "q8_0")])
+def test_decode_of_quantised_keys(formats: tuple[str, str]) -> None:
+    """In halves, small scales are subnormal."""
+    lengths = {"q_lens": (1, 8, 0, 3), "k_lens": (700, 33, 5, 64)}
+    case = Case(**lengths, dims=(64, 32), page_size=7, formats=formats)
+    q, keys, options = make_inputs(case, 0)
+    if formats == ("q8_0", "q8_0"):
+        keys.v_scales.mul_(1e-4)
+    starts = options["cu_seqlens_q"]
+    bounds = starts.tolist()
+    assert decode.reads_pages(q, keys, starts, bounds, softcap=None, tree_mask=None)
+    state = decode.attend_pages(q, keys, starts, causal=True, window=None, scale=options["scale"])
+    expected = reference.attend(q, keys, **options)
+    assert_state_close(state, expected, attend(q, keys, **options))
+
+
+@needs_compiler
+def test_decode_quantises_new_keys() -> None:
+    case = Case(q_lens=(1, 1), k_lens=(20, 5), dims=(32, 64), padding=0, formats=("q8_0", "fp8"))
+    q, keys, options = make_inputs(case, 0)
+    _, twin, _ = make_inputs(case, 0)
+    new = torch.randn(2, 2, 32), torch.randn(2, 2, 64)
+    new[0][1, 0, 3] = torch.nan
+    slots = keys.page_table[[0, 1], [2, 0]].long() * 8 + torch.tensor([3, 4])
+    counts = torch.zeros(2, 1, dtype=int32)
+    append_kv(twin, *new, slots, saturated=counts[0])
+    rules: Any = {"causal": True, "window": None, "scale": options["scale"]}
+    starts = options["cu_seqlens_q"]
+    expected = decode.attend_pages(q, twin, starts, **rules)
+    fused = decode.NewKeys(*new, slots, counts[1])
+    state = decode.attend_pages(q, keys, starts, new=fused, **rules)
+    assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
+    assert counts.tolist() == [[1], [1]] and state.out.isfinite().all()
 
 
 @needs_compiler

@@ -67,7 +67,7 @@ class Step:
         first = self.entries[0]
         if self._reads_pages(q, k, v, cache, softcap, sinks):
             keys = cache.keys(first.page_table, first.seq_lens)
-            new = NewKeys(k, v, self.slot_mapping)
+            new = NewKeys(k, v, self.slot_mapping, cache.saturated)
             return attend_pages(
                 q, keys, first.cu_seqlens_q, causal=True, window=window, scale=scale, new=new
             ).out

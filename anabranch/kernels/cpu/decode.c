@@ -1,4 +1,5 @@
-/* Attention of few queries over a paged cache in float32: keys are read where they lie.
+/* Attention of few queries in float32 over a paged cache: floats are read where they lie, codes of
+   a quantised cache are decoded a block at a time.
    A task is a sequence, a kv head and a part of the keys; it makes the states of all rows that
    read the head: queries of the sequence times heads of the group. */
 #include "vectors.h"
@@ -7,9 +8,14 @@
 #define MAX_ROWS 64 /* of a task */
 #define MAX_DIM 256 /* of a head, a multiple of 16 */
 
+enum { FLOATS, INT8, E4M3 }; /* what a cache holds */
+
 struct cache {
-  const float *data;
+  const void *data;
   long page, row, head; /* strides */
+  long format, has_half_scales, block; /* elements of a block share a scale */
+  const void *scales;
+  long scale_page, scale_row, scale_head, scale_block; /* strides */
 };
 
 struct call {
@@ -22,6 +28,7 @@ struct call {
   long page_stride, num_splits, window;
   int causal;
   float scale;
+  const float *levels; /* [256], numbers of the codes of E4M3 */
 };
 
 struct states {
@@ -41,10 +48,37 @@ static int is_valid(const struct call *call, long seq) {
   return 1;
 }
 
-INLINE const float *find(const struct cache *cache, const int32_t *pages, long page_size, long key,
-                         long head) {
-  long page = pages[key / page_size];
-  return cache->data + page * cache->page + key % page_size * cache->row + head * cache->head;
+/* Of a scale, which is finite and not negative. */
+INLINE float from_half(uint16_t half) {
+  union { uint32_t bits; float value; } normal = {((uint32_t)half << 13) + (112u << 23)};
+  return half & 0x7c00 ? normal.value : half * 0x1p-24f;
+}
+
+/* Codes with one scale, a multiple of 16 of them. */
+INLINE void decode(const uint8_t *codes, long count, long format, float scale, const float *levels,
+                   float *to) {
+  if (format == INT8)
+    for (long i = 0; i < count; i += LANES)
+      store(to + i, __builtin_convertvector(*(const bytes *)(codes + i), vec) * scale);
+  else
+    for (long i = 0; i < count; i++) to[i] = levels[codes[i]] * scale;
+}
+
+/* A row of a cache: where it lies, or decoded into `to`. */
+INLINE const float *read_row(const struct cache *cache, const struct call *call, long seq, long key,
+                             long head, long dim, float *to) {
+  long page = call->pages[seq * call->page_stride + key / call->page_size];
+  long row = key % call->page_size;
+  long place = page * cache->page + row * cache->row + head * cache->head;
+  if (cache->format == FLOATS) return (const float *)cache->data + place;
+  const uint8_t *codes = (const uint8_t *)cache->data + place;
+  long at = page * cache->scale_page + row * cache->scale_row + head * cache->scale_head;
+  for (long i = 0; i < dim; i += cache->block, at += cache->scale_block) {
+    float scale = cache->has_half_scales ? from_half(((const uint16_t *)cache->scales)[at])
+                                         : ((const float *)cache->scales)[at];
+    decode(codes + i, cache->block, cache->format, scale, call->levels, to + i);
+  }
+  return to;
 }
 
 INLINE float dot(const float *a, const float *b, long dim) {
@@ -85,13 +119,13 @@ static void take_in(struct states *states, long row, float *scores, const float 
 /* Take keys [first, stop) of a sequence, at most a block, into the states of all rows. */
 static void attend_block(const struct call *call, struct states *states, long seq, long head,
                          long first, long stop) {
-  const int32_t *pages = call->pages + seq * call->page_stride;
   long q_start = call->starts[seq], q_len = call->starts[seq + 1] - q_start;
   const float *keys[BLOCK], *values[BLOCK];
-  float scores[BLOCK] = {0};
+  float scores[BLOCK] = {0}, decoded[2][BLOCK][MAX_DIM];
   for (long key = first; key < stop; key++) {
-    keys[key - first] = find(&call->k, pages, call->page_size, key, head);
-    values[key - first] = find(&call->v, pages, call->page_size, key, head);
+    long j = key - first;
+    keys[j] = read_row(&call->k, call, seq, key, head, call->dim_k, decoded[0][j]);
+    values[j] = read_row(&call->v, call, seq, key, head, call->dim_v, decoded[1][j]);
   }
   for (long row = 0; row < q_len * call->group; row++) {
     long token = row / call->group, position = call->seq_lens[seq] - q_len + token;
@@ -146,15 +180,24 @@ static long append(const float *rows, long token_stride, long head_stride, float
   return 0;
 }
 
-/* Keep new keys where `slots` is given, then attend. Returns 0, or 1 + a sequence whose lengths or
+INLINE struct cache make_cache(const void *data, const void *scales, const int64_t *strides,
+                               const int64_t *format) {
+  return (struct cache){data, strides[0], strides[1], strides[2], format[0], format[1], format[2],
+                        scales, format[3], format[4], format[5], format[6]};
+}
+
+/* Keep new keys where `slots` is given, which needs caches of floats, then attend. Returns 0, or 1 + a sequence whose lengths or
    pages are not valid, or -1 - a token whose slot is not. */
-long attend_pages(const float *q, float *k, float *v, const int32_t *pages,
-                  const int32_t *seq_lens, const int32_t *starts, const float *new_k,
-                  const float *new_v, const int64_t *slots, float *out, float *lse,
-                  const int64_t *sizes, float scale, int num_threads) {
+long attend_pages(const float *q, void *k, void *v, const void *k_scales, const void *v_scales,
+                  const float *levels, const int32_t *pages, const int32_t *seq_lens,
+                  const int32_t *starts, const float *new_k, const float *new_v,
+                  const int64_t *slots, float *out, float *lse, const int64_t *sizes, float scale,
+                  int num_threads) {
   const int64_t *s = sizes;
-  struct call call = {.q = q, .q_token = s[0], .q_head = s[1], .k = {k, s[2], s[3], s[4]},
-                      .v = {v, s[5], s[6], s[7]}, .pages = pages, .seq_lens = seq_lens,
+  struct call call = {.q = q, .q_token = s[0], .q_head = s[1],
+                      .k = make_cache(k, k_scales, s + 2, s + 25),
+                      .v = make_cache(v, v_scales, s + 5, s + 32), .levels = levels,
+                      .pages = pages, .seq_lens = seq_lens,
                       .starts = starts, .out = out, .lse = lse, .num_tokens = s[9],
                       .num_kv_heads = s[10], .group = s[11], .dim_k = s[12], .dim_v = s[13],
                       .num_pages = s[14], .page_columns = s[15], .page_stride = s[16],

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
+from anabranch.kernels.cpu.append_kv import append_kv
 from anabranch.kernels.cpu.native import native
-from anabranch.keys import PLAIN, PagedKV
+from anabranch.keys import PLAIN, KeyStore, PagedKV
+from anabranch.keys.formats import E4M3
 from anabranch.state import AttentionState, merge_stacked
 
 LANES = 16  # head dims are multiples of it
@@ -19,6 +22,7 @@ MAX_QUERIES = 8  # longer ones fill the tiles of torch's flash kernel
 MIN_SPLIT_KEYS = 256  # of one sequence; fewer are not worth a merge
 TASKS_PER_THREAD = 4
 NO_WINDOW = 1 << 40
+CODES = {torch.float32: 0, torch.int8: 1, E4M3: 2}  # as the kernel names what a cache holds
 
 
 def reads_pages(
@@ -31,9 +35,7 @@ def reads_pages(
     tree_mask: torch.Tensor | None,
 ) -> bool:
     """Whether `attend_pages` can serve a call, and is the faster way to do it."""
-    view = keys.view()
-    is_plain = view.k.format == view.v.format == PLAIN
-    if not is_plain or q.dtype != torch.float32 or not len(keys.seq_lens):
+    if q.dtype != torch.float32 or not len(keys.seq_lens):
         return False
     if softcap is not None or tree_mask is not None:
         return False
@@ -55,6 +57,7 @@ class NewKeys(NamedTuple):
     k: torch.Tensor  # [num_tokens, num_kv_heads, head_dim_k]
     v: torch.Tensor  # [num_tokens, num_kv_heads, head_dim_v]
     slot_mapping: torch.Tensor  # int64 [num_tokens], negative = not kept
+    saturated: torch.Tensor | None = None  # int32 [1], added to where a cache is quantised
 
 
 def attend_pages(
@@ -68,6 +71,10 @@ def attend_pages(
     new: NewKeys | None = None,  # written to the pages first
 ) -> AttentionState:
     """The state of every query; rows of no sequence are empty."""
+    stores = keys.stores()
+    if new is not None and any(store.format != PLAIN for store in stores):
+        append_kv(stores, (new.k, new.v), new.slot_mapping, new.saturated)
+        new = None
     num_tokens, num_heads = q.shape[:2]
     num_tasks = len(keys.seq_lens) * keys.k.shape[2]
     num_splits = select_splits(int(keys.seq_lens.max()), num_tasks)
@@ -75,10 +82,13 @@ def attend_pages(
     lse = q.new_full((num_splits, num_tokens, num_heads), -torch.inf)
     limit = NO_WINDOW if window is None else window
     sizes = _sizes(q, keys, new, num_splits, limit, causal)
-    pointers = (q, keys.k, keys.v, keys.page_table, keys.seq_lens, cu_seqlens_q)
+    sizes += tuple(size for store in stores for size in _format_sizes(store))
     status = native().attend_pages(
-        *(each.data_ptr() for each in pointers),
-        *((None, None, None) if new is None else (each.data_ptr() for each in new)),
+        *(each.data_ptr() for each in (q, keys.k, keys.v)),
+        *(None if each.scales is None else each.scales.ptr.data_ptr() for each in stores),
+        _levels().data_ptr(),
+        *(each.data_ptr() for each in (keys.page_table, keys.seq_lens, cu_seqlens_q)),
+        *((None, None, None) if new is None else (each.data_ptr() for each in new[:3])),
         out.data_ptr(),
         lse.data_ptr(),
         (ctypes.c_int64 * len(sizes))(*sizes),
@@ -103,6 +113,22 @@ def _sizes(
         *(num_splits, window, causal),
         *((0, 0, 0, 0) if new is None else (*new.k.stride()[:2], *new.v.stride()[:2])),
     )
+
+
+def _format_sizes(store: KeyStore) -> tuple[int, ...]:
+    """What the kernel reads of a format: codes, kind of scales, elements of a scale, strides."""
+    kind, scales = CODES[store.ptr.dtype], store.scales
+    if scales is None:
+        return (kind, 0, 0, 0, 0, 0, 0)
+    block = store.ptr.shape[-1] // scales.ptr.shape[-1]
+    is_half = scales.ptr.dtype == torch.float16
+    return (kind, is_half, block, scales.page, scales.key, scales.head, scales.block)
+
+
+@cache
+def _levels() -> torch.Tensor:
+    """Numbers of the codes of e4m3, float32 [256]."""
+    return torch.arange(256, dtype=torch.uint8).view(E4M3).float()
 
 
 def _check_status(status: int, keys: PagedKV) -> None:

@@ -26,7 +26,7 @@ SIGNATURES = {
     "hold_team": (INT,),
     "layer_inputs": (*[POINTER] * 8, *[LONG] * 5, FLOAT, INT),
     "layer_outputs": (*[POINTER] * 9, *[LONG] * 4, FLOAT, INT),
-    "attend_pages": (*[POINTER] * 12, FLOAT, INT),
+    "attend_pages": (*[POINTER] * 15, FLOAT, INT),
 }
 _log = logging.getLogger(__name__)
 
