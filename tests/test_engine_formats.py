@@ -47,6 +47,13 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
+ON_GPU: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "n-gram": {"speculative": NGRAM},
+    "compiled": {"compile": True},
+}
+
+
 def rounded(x: torch.Tensor, name: str) -> torch.Tensor:
     """Numbers as a cache of a format gives them back."""
     if name == "plain":
@@ -123,6 +130,18 @@ def test_tokens_are_the_same_however_they_run(options: dict[str, Any], like_gpu:
     assert ("speculative" in options) == (stats.speculative.num_accepted_tokens > 0)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", ON_GPU.values(), ids=ON_GPU)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_tokens_on_a_gpu(pair: str, options: dict[str, Any]) -> None:
+    """Prompts and decodes by graphs."""
+    given = {"device": "cuda", "dtype": "float32", "kv_cache_gib": 0.01, "kv_cache_dtype": pair}
+    llm = LLM(source(**SHAPE), **given, **options)
+    assert outputs(llm, PROMPTS) == expected(pair)
+    assert outputs(llm, PROMPTS) == expected(pair), "with prefixes from the cache"
+    assert llm.stats.num_graph_steps > 0 and not llm.stats.num_saturated
+
+
 # Half a code in units of bfloat16, which rounds by up to 1/512 of an element: e4m3 by 1/16, int8
 # by 1/254 of the largest element, here about four times the others.
 UNITS = {"fp8_tensor": 32, "fp8": 32, "int8": 8, "q8_0": 8}
@@ -183,8 +202,10 @@ def test_what_saturates_is_counted_and_spreads_to_no_other_token() -> None:
     assert torch.equal(outs[0][1], outs[1][1]) and not torch.equal(outs[0][0], outs[1][0])
 
 
-def test_the_engine_counts_what_saturates() -> None:
-    llm = LLM(source(**SHAPE), device="cpu", kv_cache_dtype="auto/fp8_tensor", max_num_seqs=2)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_engine_counts_what_saturates(device: str) -> None:
+    given: Any = {"dtype": "float32", "kv_cache_gib": 0.01, "max_num_seqs": 2}
+    llm = LLM(source(**SHAPE), device=device, kv_cache_dtype="auto/fp8_tensor", **given)
     (layer, *_) = llm.engine._launcher._built.runner._layers
     built: Any = layer
     outputs(llm, PROMPTS[:1])

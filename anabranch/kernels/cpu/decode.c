@@ -56,10 +56,10 @@ INLINE float from_half(uint16_t half) {
 
 /* Codes with one scale, a multiple of 16 of them. */
 INLINE void decode(const uint8_t *codes, long count, long format, float scale, const float *levels,
-                   float *to) {
+                   float *restrict to) {
   if (format == INT8)
     for (long i = 0; i < count; i += LANES)
-      store(to + i, __builtin_convertvector(*(const bytes *)(codes + i), vec) * scale);
+      for (long j = i; j < i + LANES; j++) to[j] = (float)(int8_t)codes[j] * scale;
   else
     for (long i = 0; i < count; i++) to[i] = levels[codes[i]] * scale;
 }

@@ -7,7 +7,6 @@
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float vec __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int8_t bytes __attribute__((vector_size(16), aligned(1), may_alias));
 typedef int32_t ivec __attribute__((vector_size(64), aligned(4), may_alias));
 
 INLINE vec load(const float *from) { return *(const vec *)from; }
