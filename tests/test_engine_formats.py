@@ -227,6 +227,12 @@ def test_unknown_formats_are_named(given: str) -> None:
         EngineConfig(kv_cache_dtype=given)
 
 
+def test_dealt_pages_are_plain() -> None:
+    with pytest.raises(ValueError, match="kv_cache_dtype 'int8' and context_parallel 2 cannot"):
+        EngineConfig(kv_cache_dtype="int8", context_parallel=2)
+    assert EngineConfig(kv_cache_dtype="int8", tensor_parallel=2).cache_formats == ("int8", "int8")
+
+
 def test_heads_that_blocks_do_not_divide() -> None:
     with pytest.raises(ValueError, match="blocks of 32, got head_dim with 16 columns"):
         LLM(source(), device="cpu", kv_cache_dtype="auto/q8_0")

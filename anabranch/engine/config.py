@@ -117,6 +117,11 @@ class EngineConfig:
                 f"tensor_parallel {self.tensor_parallel} and context_parallel "
                 f"{self.context_parallel} cannot be combined: one of them must be 1"
             )
+        if self.deals_context and not self.cache_formats.is_plain:
+            raise ValueError(
+                f"kv_cache_dtype {self.kv_cache_dtype!r} and context_parallel "
+                f"{self.context_parallel} cannot be combined: dealt pages hold plain keys"
+            )
 
     @property
     def num_ranks(self) -> int:
