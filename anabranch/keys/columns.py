@@ -86,12 +86,12 @@ class DecodedColumns(NamedTuple):
 
     def read(self, columns: slice) -> Pair:
         """A decoded copy of these columns."""
-        places = (self.outer[:, columns], self.inner[:, columns])
-        if self.heads is not None:
-            places = (*places, self.heads[:, None])
-        k = self.k.read(places, self.dtype)
-        v = k[..., : self.head_dim_v] if self.v is None else self.v.read(places, self.dtype)
-        return (k, v) if self.heads is None else (k[:, :, None], v[:, :, None])
+        outer, inner = self.outer[:, columns], self.inner[:, columns]
+        heads = None if self.heads is None else self.heads[:, None]
+        k = self.k.read(outer, inner, self.dtype, heads)
+        if self.v is None:
+            return k, k[..., : self.head_dim_v]
+        return k, self.v.read(outer, inner, self.dtype, heads)
 
 
 class ScatteredColumns(NamedTuple):

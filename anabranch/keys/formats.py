@@ -167,13 +167,21 @@ class EncodedRows(NamedTuple):
     codes: torch.Tensor
     scales: torch.Tensor | None  # [outer, inner, heads, blocks]
 
-    def read(self, places: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A copy of the rows [*, heads, dim], or [*, dim], that an index gives, as numbers."""
+    def read(
+        self,
+        outer: torch.Tensor,  # [*]
+        inner: torch.Tensor,  # [*]
+        dtype: torch.dtype,
+        heads: torch.Tensor | None = None,  # [*], of one head instead of all
+    ) -> torch.Tensor:
+        """A copy of these rows [*, heads, dim] as numbers."""
+        places = (outer, inner) if heads is None else (outer, inner, heads)
         if self.scales is None:
-            return self.codes[places].to(dtype)
-        # torch indexes bytes, not float8
-        codes = self.codes.view(torch.int8)[places].view(self.codes.dtype)
-        return decode(codes, self.scales[places], dtype)
+            rows = self.codes[places].to(dtype)
+        else:  # torch indexes bytes, not float8
+            codes = self.codes.view(torch.int8)[places].view(self.codes.dtype)
+            rows = decode(codes, self.scales[places], dtype)
+        return rows if heads is None else rows.unsqueeze(-2)
 
 
 def rows_of(store: KeyStore) -> EncodedRows:

@@ -125,7 +125,7 @@ class LatentKV(PagedSource):
         """A copy of the rows of one sequence; decoded ones are float32."""
         pages, rows = self.places(seq)
         dtype = torch.float32 if self.cache_scales is not None else self.dtype
-        k = rows_of(*self.stores()).read((pages, rows), dtype)
+        k = rows_of(*self.stores()).read(pages, rows, dtype)
         return k, k[..., : self.head_dim_v]
 
     def columns(

@@ -132,7 +132,7 @@ class PagedKV(KeysAndValues, PagedSource):
         pages, rows = self.places(seq)
         if self._is_plain:
             return self.k[pages, rows], self.v[pages, rows]
-        k, v = (rows_of(store).read((pages, rows), torch.float32) for store in self.stores())
+        k, v = (rows_of(store).read(pages, rows, torch.float32) for store in self.stores())
         return k, v
 
     def columns(
