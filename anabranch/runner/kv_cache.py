@@ -1,4 +1,4 @@
-"""The tensors of a paged cache: keys and values of every layer."""
+"""The tensors of a paged cache: keys and values of every layer, or rows that are both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from anabranch.keys import PagedKV
+from anabranch.keys import LatentKV, PagedKV
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,11 +20,13 @@ class LayerShape:
     head_dim_k: int
     head_dim_v: int
     dtype: torch.dtype
+    is_latent: bool = False  # one row a token, whose first columns are its value
 
     @property
     def bytes_per_token(self) -> int:
         """Of keys and values together."""
-        return self.num_kv_heads * (self.head_dim_k + self.head_dim_v) * self.dtype.itemsize
+        columns = self.head_dim_k + (0 if self.is_latent else self.head_dim_v)
+        return self.num_kv_heads * columns * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +34,15 @@ class LayerCache:
     """Pages of one layer."""
 
     k: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_k]
-    v: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_v]
+    v: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_v]; of latent rows, a view of k
 
     def keys(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> PagedKV:
         """As `attend` reads them."""
         return PagedKV(self.k, self.v, page_table, seq_lens)
+
+    def latent_keys(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> LatentKV:
+        """The rows of a latent layer, as `attend` reads them."""
+        return LatentKV(self.k[:, :, 0], page_table, seq_lens, head_dim_v=self.v.shape[3])
 
 
 def page_bytes(layers: Sequence[LayerShape], page_size: int) -> int:
@@ -51,10 +57,11 @@ def allocate_layers(
     caches: list[LayerCache] = []
     for layer in layers:
         shape = (num_pages, page_size, layer.num_kv_heads)
-        k, v = (
-            _zeros((*shape, dim), layer.dtype, device)
-            for dim in (layer.head_dim_k, layer.head_dim_v)
-        )
+        k = _zeros((*shape, layer.head_dim_k), layer.dtype, device)
+        if layer.is_latent:
+            v = k[..., : layer.head_dim_v]
+        else:
+            v = _zeros((*shape, layer.head_dim_v), layer.dtype, device)
         caches.append(LayerCache(k, v))
     return caches
 
