@@ -17,12 +17,17 @@ from anabranch.bench import results  # noqa: E402
 from anabranch.bench.ceilings import Ceilings  # noqa: E402
 from anabranch.bench.engine.bench_options import LatencyOptions  # noqa: E402
 from anabranch.bench.engine.latency import run_latency  # noqa: E402
+from anabranch.engine.config import EngineConfig  # noqa: E402
+from anabranch.engine.limits import size  # noqa: E402
 from anabranch.engine.llm import LLM  # noqa: E402
+from anabranch.models import load_model  # noqa: E402
 from anabranch.models.dummy import dummy_config  # noqa: E402
 from anabranch.models.empty import num_weight_bytes  # noqa: E402
 from anabranch.models.join import join_projections  # noqa: E402
 from anabranch.models.latent_attention import LatentAttention, use_latent_attention  # noqa: E402
 from anabranch.runner import latent_step  # noqa: E402
+from anabranch.runner.host_lens import HostLens  # noqa: E402
+from anabranch.runner.model_attention import NAME, register  # noqa: E402
 from anabranch.sampling.params import SamplingParams  # noqa: E402
 
 NAMES = ("deepseek-v2", "deepseek-v3")
@@ -167,3 +172,19 @@ def test_shipped_shapes() -> None:
     assert {name: whole[name] for name in kept} == {name: cut.to_dict()[name] for name in kept}
     assert cut.num_hidden_layers == 8 and cut.n_routed_experts == 64
     assert num_weight_bytes(cut, torch.bfloat16) < 48e9
+
+
+def test_dealt_pages_are_refused(saved: tuple[Any, str]) -> None:
+    register()
+    config = EngineConfig(model=saved[1], device="cpu", context_parallel=2)
+    loaded = load_model(saved[1], device="cpu", attn_implementation=NAME)
+    use_latent_attention(loaded.model)
+    with pytest.raises(ValueError, match="context_parallel 2: latent rows are not dealt out"):
+        size(config, loaded, None, torch.device("cpu"), lambda *_: None)
+
+
+def test_lengths_of_some_sequences() -> None:
+    lens = HostLens((1, 3, 2), (7, 0, 5))
+    assert lens.within(slice(0, 6)) == lens
+    assert lens.within(slice(1, 6)) == HostLens((3, 2), (0, 5))
+    assert lens.within(slice(0, 1)) == HostLens((1,), (7,))
