@@ -210,10 +210,8 @@ def _engine_attend_latent_op(
     scale: float,
     max_workspace_mib: float,
 ) -> torch.Tensor:
-    pages, up = (
-        LayerCache(cache, cache[..., : weight.shape[2]]),
-        UpProjection(weight, head_dim_nope),
-    )
+    pages = LayerCache(cache, cache[..., : weight.shape[2]])
+    up = UpProjection(weight, head_dim_nope)
     options: Any = {"scale": scale, "max_workspace_mib": max_workspace_mib}
     return attend_latent(_steps[slot], q, rows, pages, up, **options)
 
