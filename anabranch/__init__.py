@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from anabranch.cascade import Cascade, attend_cascade, make_cascade
     from anabranch.engine.llm import LLM
     from anabranch.keys import DenseKV, LatentKV, PagedKV, RaggedKV, SelectedKV
+    from anabranch.latent_prompt import attend_latent_prompt
     from anabranch.merge import merge
     from anabranch.plan import Plan, make_plan
     from anabranch.sampling.params import SamplingParams
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     )
     from anabranch.state import AttentionState
     from anabranch.tree import DraftTree, make_draft_tree
+    from anabranch.up_projection import UpProjection
 
 __all__ = [
     "LLM",
@@ -38,9 +40,11 @@ __all__ = [
     "RaggedKV",
     "SamplingParams",
     "SelectedKV",
+    "UpProjection",
     "append_kv",
     "attend",
     "attend_cascade",
+    "attend_latent_prompt",
     "bound_pages",
     "extend_bounds",
     "make_cascade",
@@ -59,6 +63,7 @@ _NAMES = {
     "cascade": ["Cascade", "attend_cascade", "make_cascade"],
     "engine.llm": ["LLM"],
     "keys": ["DenseKV", "LatentKV", "PagedKV", "RaggedKV", "SelectedKV"],
+    "latent_prompt": ["attend_latent_prompt"],
     "merge": ["merge"],
     "plan": ["Plan", "make_plan"],
     "sampling.params": ["SamplingParams"],
@@ -72,6 +77,7 @@ _NAMES = {
     ],
     "state": ["AttentionState"],
     "tree": ["DraftTree", "make_draft_tree"],
+    "up_projection": ["UpProjection"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

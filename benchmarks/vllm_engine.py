@@ -51,7 +51,8 @@ def serve(connection: Connection, log: str, options: dict[str, Any]) -> None:
 
     llm: Any = LLM(**options)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    backends = sorted({layer.attn_backend.__name__ for layer in layers.values()})
+    attention = [layer for layer in layers.values() if hasattr(layer, "attn_backend")]
+    backends = sorted({layer.attn_backend.__name__ for layer in attention})
     connection.send({"backends": backends})
     while (request := connection.recv()) is not None:
         try:

@@ -20,6 +20,12 @@ from hot_loop import loops_stay_in_registers, serialised, waits_after_exponentia
 
 from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
+from anabranch.kernels.expert_config import (
+    ExpertConfig,
+    every_expert_config,
+    fit_experts,
+    select_experts,
+)
 from anabranch.kernels.gluon.config import hopper_constants, pack_of, select_tiles
 from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
 from anabranch.kernels.gluon.latent_kernel import attend_latent
@@ -29,6 +35,8 @@ from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
 from anabranch.kernels.triton.constants import AttendProgram, attend_program
 from anabranch.kernels.triton.draft_tree import make_draft_tree
+from anabranch.kernels.triton.expert_order import order_experts
+from anabranch.kernels.triton.expert_product import gate_experts, project_experts
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.merge_parts import merge_parts
@@ -363,6 +371,32 @@ def merge_cases(_: int) -> Iterator[Case]:
     yield "stacked float32 into float16", partial(launch, (17,), 1, 128, single, half)
 
 
+def expert_order_cases(_: int) -> Iterator[Case]:
+    """As many rows as are looked at once, and more."""
+    given = torch.empty(49152, dtype=torch.int64, device="meta"), ints(49152), ints(65)
+    yield "rows", partial(order_experts, *given)
+
+
+def expert_product_cases(shared_memory: int) -> Iterator[Case]:
+    """Every configuration, both products of DeepSeek-V2-Lite, and widths of no tile."""
+
+    def launch(config: ExpertConfig, dtype: torch.dtype, n: int, k: int, gated: bool) -> None:
+        fitted = fit_experts(config, itemsize=dtype.itemsize, shared_bytes=shared_memory)
+        w, y = (meta(*shape, dtype=dtype) for shape in ((64, 2 * n if gated else n, k), (384, n)))
+        routed = ints(384), ints(65)
+        if gated:
+            gate_experts(meta(64, k, dtype=dtype), w, *routed, y, fitted)
+        else:
+            project_experts(meta(384, k, dtype=dtype), w, *routed, meta(384), y, fitted)
+
+    for config in every_expert_config():
+        name = f"{config.block_m} x {config.block_n}"
+        yield f"{name} gated", partial(launch, config, BRAIN, 1408, 2048, True)
+    few = select_experts(6, 64)
+    yield "weighted", partial(launch, few, BRAIN, 2048, 1408, False)
+    yield "odd widths", partial(launch, few, HALF, 1000, 904, True)
+
+
 TRITON = "anabranch.kernels.triton"
 GLUON = "anabranch.kernels.gluon"
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
@@ -372,6 +406,8 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{TRITON}.append_kv": append_kv_cases,
     f"{TRITON}.attend_kernel": attend_cases,
     f"{TRITON}.draft_tree": draft_tree_cases,
+    f"{TRITON}.expert_order": expert_order_cases,
+    f"{TRITON}.expert_product": expert_product_cases,
     f"{TRITON}.list_pages": list_pages_cases,
     f"{TRITON}.merge": merge_cases,
     f"{TRITON}.merge_parts": merge_parts_cases,

@@ -19,12 +19,17 @@ from anabranch.kernels.compile import TARGETS
 KERNELS = Path(anabranch.__file__).parent / "kernels"
 TESTS = Path(__file__).parent
 ATTEND = "anabranch.kernels.triton.attend_kernel"
+EXPERTS = "anabranch.kernels.triton.expert_product"
 HOPPER = "anabranch.kernels.gluon.kernel"
 LATENT = "anabranch.kernels.gluon.latent_kernel"
 ORDER = "anabranch.kernels.gluon.order"
 MERGE_PARTS = "anabranch.kernels.triton.merge_parts"
 # Tiles are chosen for Hopper and later; elsewhere decode must compile and fit.
-PREFIXES = {(ATTEND, "sm_80"): "decode", (ATTEND, "gfx942"): "decode"}
+PREFIXES = {
+    (ATTEND, "sm_80"): "decode",
+    (ATTEND, "gfx942"): "decode",
+    **{(EXPERTS, target): "16 x 32 gated" for target in ("sm_80", "sm_100", "gfx942")},
+}
 # Bytes that a thread may spill, by the beginning of a case's name; the last line that fits counts.
 # Where nothing is said they are 0, and on the other GPUs attention may spill.
 SPILLS = {

@@ -10,6 +10,7 @@ import torch
 
 pytest.importorskip("transformers")
 
+from test_engine_models import save
 from tiny_models import (
     GREEDY,
     PAGE_BYTES,
@@ -225,6 +226,43 @@ def test_the_engine_counts_what_saturates(device: str) -> None:
 def test_unknown_formats_are_named(given: str) -> None:
     with pytest.raises(ValueError, match=f"q8_0, or two of them.* got {given!r}"):
         EngineConfig(kv_cache_dtype=given)
+
+
+@pytest.fixture(scope="module")
+def latent_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("latent")
+    torch.manual_seed(0)
+    save("deepseek-v2", path)
+    return str(path)
+
+
+def prompt_logprobs(llm: LLM, prompt: list[int]) -> torch.Tensor:
+    (answer,) = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0))
+    given = zip(prompt[1:], answer.prompt_logprobs[1:], strict=True)
+    return torch.tensor([each[token].logprob for token, each in given])
+
+
+@pytest.mark.parametrize("name", ["fp8", "int8"])
+def test_latent_rows_are_rounded_in_every_form(latent_model: str, name: str) -> None:
+    """Expanded where they are new, expanded from pages, and absorbed."""
+    prompt = random_prompts(8, (5, 150))[1]
+    plain = LLM(latent_model, device="cpu")
+    given: Any = {"device": "cpu", "kv_cache_dtype": name, "max_num_seqs": 4}
+    whole = prompt_logprobs(LLM(latent_model, **given), prompt)
+    for chunk in (40, 4):
+        llm = LLM(latent_model, max_num_batched_tokens=chunk, **given)
+        torch.testing.assert_close(prompt_logprobs(llm, prompt), whole, rtol=0, atol=2e-4)
+    off = (whole - prompt_logprobs(plain, prompt)).abs().mean()
+    assert 2e-4 < off < UNITS[name] * 2**-9 * whole.abs().mean()
+
+
+def test_a_latent_row_has_one_format(latent_model: str) -> None:
+    with pytest.raises(ValueError, match="one format, got int8 for keys and fp8 for values"):
+        LLM(latent_model, device="cpu", kv_cache_dtype="int8/fp8")
+    formats = parse_cache_formats("int8")
+    layer = LayerShape(1, 48, 32, torch.float16, formats, is_latent=True)
+    (cache,) = allocate_layers([layer], 3, 16, torch.device("cpu"))
+    assert cache.k.nbytes + cache.k_scales.nbytes == 3 * page_bytes([layer], 16)
 
 
 def test_dealt_pages_are_plain() -> None:

@@ -18,6 +18,31 @@ from anabranch.sampling.params import SamplingParams  # noqa: E402
 
 WINDOW = 9  # shorter than most prompts and than a page
 MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+LATENT: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 12,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    },
+}
+GROUPS = {"n_group": 2, "topk_group": 1}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama, tied, odd group": (
@@ -43,6 +68,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32},
     ),
+    "deepseek-v2": ("DeepseekV2", LATENT),
+    "deepseek-v2, query of low rank, groups": (
+        "DeepseekV2",
+        LATENT | GROUPS | {"q_lora_rank": 24, "topk_method": "group_limited_greedy"},
+    ),
+    "deepseek-v3": ("DeepseekV3", LATENT | GROUPS | {"q_lora_rank": 24}),
+    "deepseek-v3, halves": ("DeepseekV3", LATENT | GROUPS | {"rope_interleave": False}),
     "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 256}),
     "olmo2": ("Olmo2", {}),
     "stablelm": ("StableLm", {}),

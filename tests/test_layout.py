@@ -21,7 +21,7 @@ LAYERS = [
     {"rules", "queries", "call"},
     {"kernels"},
     {"merge", "producers", "plan", "attend", "append"},
-    {"tree", "selectors", "cascade", "prefix_order"},
+    {"tree", "selectors", "cascade", "prefix_order", "up_projection", "latent_prompt"},
     {""},  # the package itself, `from anabranch import merge`
     {"distributed"},
     {"integrations"},
@@ -50,6 +50,7 @@ KERNELS_READ = {
     "kernels.build_cache",
     "kernels.compile",
     "kernels.linear_config",
+    "kernels.expert_config",
 }
 # Gluon is built on Triton: the same masks, online softmax and merge, called from both.
 SHARED = {

@@ -199,6 +199,8 @@ def test_large_models_are_converted_in_shards(
         ("gpt-2", ["hello", "Ġ", "1234"]),
         ("llama-bpe", ["hello", "Ġ", "123", "4"]),
         ("qwen2", ["hello", "Ġ", "1", "2", "3", "4"]),
+        ("deepseek-llm", ["hello", "Ġ", "1234"]),
+        ("deepseek-v3", ["hello", "Ġ", "123", "4"]),
     ],
 )
 def test_digits_are_cut_as_the_file_says(pre: str, pieces: list[str], tmp_path: Path) -> None:

@@ -54,6 +54,9 @@ class EngineOptions:
     fused_merge: bool = option(
         True, "Parts of attention are merged inside its kernel, not by a launch of their own."
     )
+    max_workspace_mib: float = option(
+        256.0, "MiB for keys that a latent cache (DeepSeek) is expanded into, at a time.", above=0
+    )
     compile: bool | None = option(
         None, "torch.compile of the decoder layers; by default on a GPU from 1e9 weights on."
     )
@@ -96,6 +99,7 @@ class EngineOptions:
             "fused_merge": self.fused_merge,
             "tensor_parallel": self.tensor_parallel,
             "context_parallel": self.context_parallel,
+            "max_workspace_mib": self.max_workspace_mib,
         }
 
     def speculative_config(self) -> dict[str, Any] | None:

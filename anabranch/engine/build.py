@@ -17,8 +17,10 @@ from anabranch.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.kernels.compile_ahead import compiling_ahead
 from anabranch.models import LoadedModel, load_model
 from anabranch.models.decoder import fuse_decoder_layers
+from anabranch.models.experts import use_experts
 from anabranch.models.gated import gate_joined
 from anabranch.models.join import join_projections
+from anabranch.models.latent_attention import use_latent_attention
 from anabranch.models.linear import use_row_linear
 from anabranch.models.norm import use_cpu_norms
 from anabranch.runner.dealt_step import DealtPages
@@ -177,6 +179,8 @@ def _load(
         progress=lambda what: say(what, 0, 0),
         cut=cut,
     )
+    use_experts(loaded.model)
+    use_latent_attention(loaded.model, max_workspace_mib=config.max_workspace_mib)
     if config.join_projections:
         join_projections(loaded.model)
     use_row_linear(loaded.model)

@@ -83,6 +83,7 @@ class EngineConfig:
     compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
     join_projections: bool = True
     fused_merge: bool = True  # parts of attention are merged where they are made, in one launch
+    max_workspace_mib: float = 256  # for keys that a latent cache is expanded into, at a time
     seed: int | None = None  # of requests that give none
     tensor_parallel: int = 1  # processes, one a GPU, over which the weights are cut
     context_parallel: int = 1  # processes, one a GPU, over which the pages of the cache are dealt
@@ -104,6 +105,8 @@ class EngineConfig:
             )
         if self.kv_cache_gib is not None and self.kv_cache_gib <= 0:
             raise ValueError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib}")
+        if not self.max_workspace_mib > 0:
+            raise ValueError(f"max_workspace_mib must be above 0, got {self.max_workspace_mib}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must have 64 bits, got {self.seed}")
 

@@ -87,6 +87,12 @@ def size(
     if draft is not None:  # drawing drafts in a graph
         logits += max_num_seqs * SAMPLING_COPIES * vocab * 4
     logits += min(SCORED_TOKENS, max_num_tokens) * SCORING_COPIES * vocab * 4
+    if any(shape.is_latent for shape in [*layers.values(), *draft_layers.values()]):
+        if config.context_parallel > 1:
+            raise ValueError(
+                f"context_parallel {config.context_parallel}: latent rows are not dealt out"
+            )
+        logits += int(config.max_workspace_mib * (1 << 20))
     budget = make_on_all(ranks, lambda: _cache_bytes(config, device, logits))
     page_size = config.page_size * config.context_parallel
     one_page = page_bytes([*layers.values()], config.page_size)

@@ -128,6 +128,16 @@ class LatentKV(PagedSource):
         k = rows_of(*self.stores()).read(pages, rows, dtype)
         return k, k[..., : self.head_dim_v]
 
+    def read_rows(self, seqs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """A copy of the rows at some positions of some sequences, [num_rows, head_dim_k]."""
+        pages = self.page_table[seqs, positions // self.page_size].long()
+        return self.read_slots(pages * self.page_size + positions % self.page_size)
+
+    def read_slots(self, slots: torch.Tensor) -> torch.Tensor:
+        """A copy of the rows in some slots, [num_rows, head_dim_k], in the dtype of queries."""
+        rows = rows_of(*self.stores())
+        return rows.read(slots // self.page_size, slots % self.page_size, self.dtype)[:, 0]
+
     def columns(
         self, seqs: list[int], lens: list[int], k_len: int, starts: torch.Tensor | None
     ) -> KeyColumns:

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
 
+from anabranch.models.gguf_deepseek import ARCHITECTURE, deepseek_config, deepseek_weights
 from anabranch.models.gguf_llama import is_plain_llama, llama_config, llama_weights
 from anabranch.models.gguf_metadata import GGUFModel, open_gguf
 from anabranch.models.gguf_tokenizer import gguf_tokenizer, has_known_words
@@ -43,6 +44,10 @@ def convert_gguf(path: Path, directory: Path, *, progress: Progress | None = Non
     if is_plain_llama(model):
         llama_config(model).save_pretrained(directory)
         _save_weights(llama_weights(model), directory)
+        gguf_tokenizer(model).save_pretrained(directory)
+    elif model.architecture == ARCHITECTURE:
+        deepseek_config(model).save_pretrained(directory)
+        _save_weights(deepseek_weights(model), directory)
         gguf_tokenizer(model).save_pretrained(directory)
     else:
         _convert_by_transformers(model, directory)

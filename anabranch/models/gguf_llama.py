@@ -8,13 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-import gguf
-import numpy as np
 import torch
-from gguf.quants import dequantize
 from transformers import LlamaConfig
 
-from anabranch.models.gguf_metadata import GGUFModel
+from anabranch.models.gguf_metadata import GGUFModel, decimal, tensor_values
 
 NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -55,7 +52,7 @@ def llama_config(model: GGUFModel) -> LlamaConfig:
         num_key_value_heads=model.shape("attention.head_count_kv", num_heads),
         head_dim=model.shape("attention.key_length", hidden_size // num_heads),
         max_position_embeddings=model.shape("context_length"),
-        rms_norm_eps=_decimal(model.shape("attention.layer_norm_rms_epsilon")),
+        rms_norm_eps=decimal(model.shape("attention.layer_norm_rms_epsilon")),
         rope_parameters=_rope_parameters(model),
         tie_word_embeddings="output.weight" not in model.tensors,
         bos_token_id=model.get("tokenizer.ggml.bos_token_id"),
@@ -72,7 +69,7 @@ def llama_weights(model: GGUFModel) -> Iterator[tuple[str, torch.Tensor]]:
     for name, tensor in model.tensors.items():
         if name == ROPE_FACTORS:
             continue
-        weight = _values(tensor)
+        weight = tensor_values(tensor)
         if name.endswith("attn_q.weight"):
             weight = _halves_from_pairs(weight, num_heads)
         elif name.endswith("attn_k.weight"):
@@ -85,16 +82,6 @@ def _transformers_name(name: str) -> str:
         below = LAYER_NAMES.get(layer[2])
         return f"model.layers.{layer[1]}.{below}" if below else ""
     return NAMES.get(name, "")
-
-
-def _values(tensor: gguf.ReaderTensor) -> torch.Tensor:
-    kind = tensor.tensor_type
-    if kind == gguf.GGMLQuantizationType.BF16:
-        raw = torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16)
-        return raw.reshape(tuple(int(size) for size in reversed(tensor.shape)))
-    if kind in (gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32):
-        return torch.from_numpy(np.array(tensor.data))
-    return torch.from_numpy(dequantize(tensor.data, kind))
 
 
 def _halves_from_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
@@ -119,8 +106,8 @@ def _rope_parameters(model: GGUFModel) -> dict[str, Any]:
 
 def _llama3_rope(model: GGUFModel, theta: float) -> dict[str, Any]:
     """Llama 3's scaling, of which the file holds the outcome: a factor for each frequency."""
-    factors = _values(model.tensors[ROPE_FACTORS]).double()
-    low, high, context, factor = 1.0, 4.0, 8192, _decimal(float(factors.max()))
+    factors = tensor_values(model.tensors[ROPE_FACTORS]).double()
+    low, high, context, factor = 1.0, 4.0, 8192, decimal(float(factors.max()))
     turns = (
         context * theta ** (-torch.arange(len(factors)).double() / len(factors)) / (2 * torch.pi)
     )
@@ -135,8 +122,3 @@ def _llama3_rope(model: GGUFModel, theta: float) -> dict[str, Any]:
         "high_freq_factor": high,
         "original_max_position_embeddings": context,
     }
-
-
-def _decimal(value: float) -> float:
-    """1e-5 as it was before float32 made it 9.999999747e-06."""
-    return float(f"{value:.6g}")

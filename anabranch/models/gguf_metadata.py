@@ -1,4 +1,6 @@
-"""What a GGUF file says about its model, checked when opened."""
+"""What a GGUF file says about its model, checked when opened; its tensors as torch has them."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
@@ -8,6 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
+import torch
+from gguf.quants import dequantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,3 +55,19 @@ def open_gguf(path: Path) -> GGUFModel:
     except (ValueError, IndexError, KeyError, OverflowError, struct.error, UnicodeError) as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from error
     return GGUFModel(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+
+def tensor_values(tensor: gguf.ReaderTensor) -> torch.Tensor:
+    """The numbers of a tensor, rows last, in float32 unless the file has them in 16 bits."""
+    kind = tensor.tensor_type
+    if kind == gguf.GGMLQuantizationType.BF16:
+        raw = torch.from_numpy(np.array(tensor.data)).view(torch.bfloat16)
+        return raw.reshape(tuple(int(size) for size in reversed(tensor.shape)))
+    if kind in (gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.F32):
+        return torch.from_numpy(np.array(tensor.data))
+    return torch.from_numpy(dequantize(tensor.data, kind))
+
+
+def decimal(value: float) -> float:
+    """1e-5 as it was before float32 made it 9.999999747e-06."""
+    return float(f"{value:.6g}")

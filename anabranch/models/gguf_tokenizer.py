@@ -14,16 +14,33 @@ from transformers import PreTrainedTokenizerFast
 from anabranch.models.gguf_metadata import GGUFModel
 
 CONTROL, USER_DEFINED = 3, 4  # of tokenizer.ggml.token_type
-# How text is cut before the merges, by tokenizer.ggml.pre: a regular expression, or GPT-2's own.
+# How text is cut before the merges, by tokenizer.ggml.pre: regular expressions, each cutting what
+# the one before it left, or, where there are none, GPT-2's own.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{%s}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+DEEPSEEK_V2 = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    r"\s?[!-/:-~！-／：-～‘-‟　-。]+",
+    r"\s+$",
+    r"[一-龥ࠀ-一가-퟿]+",
+    r"\p{N}+",
+)
+DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    r"[一-龥぀-ゟ゠-ヿ]+",
+    r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
 LLAMA3 = ("llama-bpe", "llama3", "llama-v3", "smaug-bpe", "falcon3")
-PATTERNS: dict[str, str | None] = {
-    **dict.fromkeys(("default", "gpt-2", "smollm"), None),
-    **dict.fromkeys(LLAMA3, WORDS % "1,3"),
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), WORDS % "1"),
+PATTERNS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("default", "gpt-2", "smollm"), ()),
+    **dict.fromkeys(LLAMA3, (WORDS % "1,3",)),
+    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), (WORDS % "1",)),
+    "deepseek-llm": DEEPSEEK_V2,
+    "deepseek-v3": DEEPSEEK_V3,
 }
 SINGLE_DIGITS = ("smollm",)
 
@@ -67,11 +84,10 @@ def _byte_level(model: GGUFModel) -> Tokenizer:
         raise ValueError(f"{model.path} cuts words as {name!r}: not one of {sorted(PATTERNS)}")
     merges = [tuple(merge.split(" ", 1)) for merge in model.required("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(_vocabulary(model), merges, ignore_merges=name in LLAMA3))
-    pattern = PATTERNS[name]
+    patterns = PATTERNS[name]
     steps: list[Any] = [pre.Digits(individual_digits=True)] if name in SINGLE_DIGITS else []
-    if pattern:
-        steps.append(pre.Split(Regex(pattern), "isolated"))
-    steps.append(pre.ByteLevel(add_prefix_space=False, use_regex=pattern is None))
+    steps += [pre.Split(Regex(pattern), "isolated") for pattern in patterns]
+    steps.append(pre.ByteLevel(add_prefix_space=False, use_regex=not patterns))
     tokenizer.pre_tokenizer = pre.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer

@@ -12,7 +12,12 @@ from typing import cast
 import torch
 from torch import nn
 
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("q_proj", "kv_a_proj_with_mqa"),  # DeepSeek's, without and with a query of low rank
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
 
 
 class JoinedLinears(nn.Module):

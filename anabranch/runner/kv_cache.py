@@ -1,4 +1,4 @@
-"""The tensors of a paged cache: keys and values of every layer."""
+"""The tensors of a paged cache: keys and values of every layer, or rows that are both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-from anabranch.keys import PagedKV
+from anabranch.keys import LatentKV, PagedKV
 from anabranch.keys.formats import bytes_per_head, empty_store
 from anabranch.runner.cache_formats import PLAIN_CACHE, CacheFormats
 
@@ -23,12 +23,21 @@ class LayerShape:
     head_dim_v: int
     dtype: torch.dtype  # of the model
     formats: CacheFormats = PLAIN_CACHE
+    is_latent: bool = False  # one row a token, whose first columns are its value
+
+    def __post_init__(self) -> None:
+        if self.is_latent and self.formats.k != self.formats.v:
+            raise ValueError(
+                "a latent row is key and value and has one format, got "
+                f"{self.formats.k} for keys and {self.formats.v} for values"
+            )
 
     @property
     def bytes_per_token(self) -> int:
         """Of keys and values together, with their scales."""
         k = bytes_per_head(self.formats.k, self.head_dim_k, self.dtype)
-        return self.num_kv_heads * (k + bytes_per_head(self.formats.v, self.head_dim_v, self.dtype))
+        v = bytes_per_head(self.formats.v, self.head_dim_v, self.dtype)
+        return self.num_kv_heads * (k + (0 if self.is_latent else v))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +45,7 @@ class LayerCache:
     """Pages of one layer."""
 
     k: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_k]
-    v: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_v]
+    v: torch.Tensor  # [num_pages, page_size, num_kv_heads, head_dim_v]; of latent rows, a view of k
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
     saturated: torch.Tensor | None = None  # int32 [1]: elements that had no code of their own
@@ -58,6 +67,14 @@ class LayerCache:
         scales = {"k_scales": self.k_scales, "v_scales": self.v_scales}
         return PagedKV(self.k, self.v, page_table, seq_lens, **scales, query_dtype=self.query_dtype)
 
+    def latent_keys(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> LatentKV:
+        """The rows of a latent layer, as `attend` reads them."""
+        scales = self.k_scales
+        if scales is not None and scales.dim() > 1:
+            scales = scales[:, :, 0]
+        head_dim_v, dtype = self.v.shape[3], self.query_dtype
+        return LatentKV(self.k[:, :, 0], page_table, seq_lens, head_dim_v, scales, dtype)
+
 
 def page_bytes(layers: Sequence[LayerShape], page_size: int) -> int:
     """Memory of one page over all layers."""
@@ -75,10 +92,14 @@ def allocate_layers(
     caches: list[LayerCache] = []
     for layer in layers:
         shape = (num_pages, page_size, layer.num_kv_heads)
-        (k, k_scales), (v, v_scales) = (
-            empty_store(name, (*shape, dim), layer.dtype, device, allocate=_zeros)
-            for name, dim in zip(layer.formats, (layer.head_dim_k, layer.head_dim_v), strict=True)
+        k, k_scales = empty_store(
+            layer.formats.k, (*shape, layer.head_dim_k), layer.dtype, device, allocate=_zeros
         )
+        v, v_scales = k[..., : layer.head_dim_v], None
+        if not layer.is_latent:
+            v, v_scales = empty_store(
+                layer.formats.v, (*shape, layer.head_dim_v), layer.dtype, device, allocate=_zeros
+            )
         caches.append(LayerCache(k, v, k_scales, v_scales, saturated, layer.dtype))
     return caches
 

@@ -18,7 +18,9 @@ from torch import nn
 from anabranch.attend import attend
 from anabranch.keys import DenseKV
 from anabranch.runner.kv_cache import LayerCache, LayerShape
+from anabranch.runner.latent_step import attend_fresh_rows, attend_latent
 from anabranch.runner.step import Step
+from anabranch.up_projection import UpProjection
 
 NAME = "anabranch_engine"
 KINDS = ("full_attention", "sliding_attention")  # of layers that keep keys and values only
@@ -39,7 +41,7 @@ def engine_attention(
     module: nn.Module,
     query: torch.Tensor,  # [1, num_heads, num_tokens, head_dim_k]
     key: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim_k]
-    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim_v]
+    value: torch.Tensor,  # [1, num_kv_heads, num_tokens, head_dim_v]; of latent rows, their part
     attention_mask: torch.Tensor | None,
     *,
     scaling: float | None = None,
@@ -48,6 +50,8 @@ def engine_attention(
     s_aux: torch.Tensor | None = None,
     position_bias: torch.Tensor | None = None,
     is_causal: bool | None = None,
+    up_projection: UpProjection | None = None,
+    max_workspace_mib: float = 256,
     **_: object,  # what models pass for other implementations: dropout, position ids and the like
 ) -> tuple[torch.Tensor, None]:
     """Attention over the engine's cache; [1, num_tokens, num_heads, head_dim_v]."""
@@ -55,6 +59,10 @@ def engine_attention(
         raise ValueError(f"{type(module).__name__} needs more than causal attention over a cache")
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if up_projection is not None:
+        rows = k[:, 0]
+        out = _latent_attention(module, q, rows, up_projection, scale, max_workspace_mib)
+        return out[None], None
     if not hasattr(module, "anabranch_slot"):  # called by find_layers
         _check_window(module, sliding_window)
         _found.get()[module] = LayerShape(k.shape[1], k.shape[2], v.shape[2], k.dtype)
@@ -73,6 +81,35 @@ def engine_attention(
             q, k, v, cache, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
         )
     return cast("torch.Tensor", out)[None], None
+
+
+def _latent_attention(
+    module: nn.Module,
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    up: UpProjection,
+    scale: float,
+    max_workspace_mib: float,
+) -> torch.Tensor:
+    """Attention over the latent rows of the engine's cache."""
+    if not hasattr(module, "anabranch_slot"):  # called by find_layers
+        shape = LayerShape(1, rows.shape[1], up.rank, rows.dtype, is_latent=True)
+        _found.get()[module] = shape
+        return attend_fresh_rows(q, rows, up, scale=scale)
+    cache, slot = cast("tuple[LayerCache, int]", (module.anabranch_cache, module.anabranch_slot))
+    if torch.compiler.is_compiling():
+        return torch.ops.anabranch.engine_attend_latent(
+            q,
+            rows,
+            [cache.k, cache.k_scales, cache.saturated],
+            up.weight,
+            up.head_dim_nope,
+            slot,
+            scale,
+            max_workspace_mib,
+        )
+    options: Any = {"scale": scale, "max_workspace_mib": max_workspace_mib}
+    return attend_latent(_steps[slot], q, rows, cache, up, **options)
 
 
 def _check_window(module: nn.Module, window: int | None) -> None:
@@ -167,3 +204,35 @@ def _engine_attend_op(
 @_engine_attend_op.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> torch.Tensor:
     return q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+
+
+@torch.library.custom_op("anabranch::engine_attend_latent", mutates_args=())
+def _engine_attend_latent_op(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    cache: list[torch.Tensor | None],  # rows, scales and a counter: written, but read here only
+    weight: torch.Tensor,
+    head_dim_nope: int,
+    slot: int,
+    scale: float,
+    max_workspace_mib: float,
+) -> torch.Tensor:
+    kept, scales, saturated = cache
+    assert kept is not None
+    values, up = kept[..., : weight.shape[2]], UpProjection(weight, head_dim_nope)
+    pages = LayerCache(kept, values, scales, None, saturated, q.dtype)
+    options: Any = {"scale": scale, "max_workspace_mib": max_workspace_mib}
+    return attend_latent(_steps[slot], q, rows, pages, up, **options)
+
+
+@_engine_attend_latent_op.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(
+    q: torch.Tensor,
+    rows: torch.Tensor,
+    cache: list[torch.Tensor | None],
+    weight: torch.Tensor,
+    head_dim_nope: int,
+    *_: object,
+) -> torch.Tensor:
+    del rows, cache
+    return q.new_empty(q.shape[0], q.shape[1], weight.shape[1] - head_dim_nope)

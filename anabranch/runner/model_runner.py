@@ -61,6 +61,8 @@ class ModelRunner:
         self._cores = CoreSharing() if unseen.device.type == "cpu" else None
         self._layers = list(layers)
         self._slot = bind_layers(self._layers, caches)
+        # Latent rows are best expanded for a prompt, which needs its lengths unless all are new.
+        self._fresh_prompts = any(shape.is_latent for shape in layers.values())
 
     @torch.inference_mode()
     def run(self, step: Sequence[Scheduled]) -> StepLogits:
@@ -97,6 +99,7 @@ class ModelRunner:
         short = self._short(layout)
         is_fresh = layout.is_fresh(short[1] if short else 0)
         attending = inputs.step(layout.num_tokens, layout.num_seqs, short, is_fresh=is_fresh)
+        attending.host_lens = layout.lens()
         if self._dealt is not None:
             longest = int(np.diff(layout.cu_seqlens).max())
             attending = self._dealt.step(attending, longest)
@@ -184,7 +187,7 @@ class ModelRunner:
 
     def _captured_prompt(self, num_tokens: int) -> torch.Tensor:
         inputs = self._inputs[-1]
-        step = self._even_step(inputs, num_tokens, 1)
+        step = self._even_step(inputs, num_tokens, 1, is_fresh=self._fresh_prompts)
         return self._forward(inputs, step, num_tokens, inputs.logit_rows(1))
 
     def _even_step(
@@ -226,6 +229,6 @@ class ModelRunner:
         if len(step) != 1 or step[0].num_drafts or step[0].scores_prompt:
             return None
         num_tokens = step[0].num_tokens
-        if num_tokens <= SHORT:
+        if num_tokens <= SHORT or (step[0].start and self._fresh_prompts):
             return None
         return self.prompt_graphs.fitting(lambda key: key.num_tokens >= num_tokens)

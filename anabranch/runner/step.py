@@ -15,6 +15,7 @@ from anabranch.keys import KeySource
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
 from anabranch.runner.entry import Entry
+from anabranch.runner.host_lens import HostLens
 from anabranch.runner.kv_cache import LayerCache
 from anabranch.state import AttentionState
 
@@ -44,6 +45,7 @@ class Step:
     _in_place: dict[tuple[object, ...], bool] = field(
         default_factory=dict[tuple[object, ...], bool]
     )
+    host_lens: HostLens | None = None  # of all sequences; None in a graph, where they change
 
     def __post_init__(self) -> None:
         before = slice(0, 0)
@@ -108,6 +110,12 @@ class Step:
             known = known and self.slot_mapping.dtype == torch.int64
             self._in_place[shapes] = known
         return known and k.stride(-1) == v.stride(-1) == 1
+
+    def attend_entry(
+        self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules
+    ) -> AttentionState:
+        """Attention of one entry to keys that may be others than those of the cache."""
+        return self._state(q, place, keys, rules)
 
     def _state(
         self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules

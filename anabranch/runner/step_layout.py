@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
+from anabranch.runner.host_lens import HostLens
 from anabranch.sequences.scheduled import Scheduled
 
 Ints = NDArray[np.int64]
@@ -57,6 +58,12 @@ class StepLayout:
         if 0 < self.num_short < self.num_seqs:
             return int(self.cu_seqlens[self.num_short]), self.num_short
         return None
+
+    def lens(self) -> HostLens:
+        """New tokens and earlier keys of every sequence."""
+        q_lens = np.diff(self.cu_seqlens)
+        contexts = self.seq_lens - q_lens
+        return HostLens(tuple(map(int, q_lens)), tuple(map(int, contexts)))
 
     def is_fresh(self, first: int) -> bool:
         """Whether all keys of the sequences from `first` on are tokens of this step."""

@@ -1,0 +1,146 @@
+"""mix_experts(): the feed-forward blocks of chosen experts, by three launches and a sum.
+
+Nothing is read on the host, so a captured graph routes anew at each replay.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from anabranch.device import shared_memory
+from anabranch.kernels.expert_config import fit_experts, select_experts
+from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
+
+NAME = "anabranch"  # among transformers' implementations of experts
+OTHERS = "grouped_mm"  # for experts that are not plain
+
+
+def mix_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """The weighted sum of `down(silu(gate(x)) * up(x))` over the experts of each token.
+
+    x        [num_tokens, k]
+    experts  integer [num_tokens, top_k], each from 0 to num_experts
+    weights  [num_tokens, top_k]
+    gate_up  [num_experts, 2 n, k], gate before up
+    down     [num_experts, k, n]
+    """
+    _check(x, experts, weights, gate_up, down)
+    if torch.compiler.is_compiling():
+        return torch.ops.anabranch.mix_experts(x, experts, weights, gate_up, down)
+    return _mix(x, experts, weights, gate_up, down)
+
+
+def _check(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> None:
+    sizes = Sizes()
+    sizes.match("down", down, "num_experts k n")
+    sizes.bind("2n", 2 * down.shape[2], "down")
+    sizes.match("gate_up", gate_up, "num_experts 2n k")
+    sizes.match("x", x, "num_tokens k")
+    sizes.match("experts", experts, "num_tokens top_k")
+    sizes.match("weights", weights, "num_tokens top_k")
+    check_dtype("experts", experts, (torch.int32, torch.int64))
+    check_dtype("x", x, FLOATS)
+    for name, weight in (("gate_up", gate_up), ("down", down)):
+        check_dtype(name, weight, (x.dtype,))
+        check_device(name, weight, x.device)
+        if not weight.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, got strides {weight.stride()}")
+
+
+def _mix(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    from anabranch.kernels.triton.expert_order import order_experts
+    from anabranch.kernels.triton.expert_product import gate_experts, project_experts
+
+    (num_tokens, top_k), (num_experts, k, n) = experts.shape, down.shape
+    num_rows = num_tokens * top_k
+    if not num_rows:
+        return torch.zeros_like(x)
+    order = torch.empty(num_rows, dtype=torch.int32, device=x.device)
+    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
+    order_experts(experts.reshape(-1), order, starts)
+    config = fit_experts(
+        select_experts(num_rows, num_experts),
+        itemsize=x.element_size(),
+        shared_bytes=shared_memory(x.device)[0],
+    )
+    inner, outer = x.new_empty(num_rows, n), x.new_empty(num_rows, k)
+    gate_experts(x.contiguous(), gate_up, order, starts, inner, config)
+    project_experts(inner, down, order, starts, weights.reshape(-1), outer, config)
+    return outer.view(num_tokens, top_k, k).sum(1)
+
+
+def use_experts(model: PreTrainedModel) -> bool:
+    """Let the experts of a model on a GPU be mixed here; whether it has any."""
+    weights = [getattr(module, "gate_up_proj", None) for module in model.modules()]
+    if not any(isinstance(weight, nn.Parameter) for weight in weights) or not _is_on_gpu(model):
+        return False
+    cast("Any", ALL_EXPERTS_FUNCTIONS).register(NAME, _experts_forward)
+    cast("Any", model).set_experts_implementation(NAME)
+    return True
+
+
+def _is_on_gpu(model: PreTrainedModel) -> bool:
+    return next(model.parameters()).is_cuda
+
+
+def _experts_forward(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """As transformers calls it, for the experts of one layer."""
+    if not _is_plain(module):
+        function: Any = cast("Any", ALL_EXPERTS_FUNCTIONS)[OTHERS]
+        return function(module, hidden_states, top_k_index, top_k_weights)
+    given = hidden_states, top_k_index, top_k_weights
+    return mix_experts(*given, module.gate_up_proj, module.down_proj)
+
+
+def _is_plain(module: Any) -> bool:
+    """Whether experts are two products with silu between them, in the order expected here."""
+    gate = cast("Any", type(module))._apply_gate
+    return bool(
+        module.has_gate
+        and module.is_concatenated
+        and not (module.has_bias or module.is_transposed)
+        and isinstance(module.act_fn, type(cast("nn.Module", ACT2FN["silu"])))
+        and gate.__module__ == ALL_EXPERTS_FUNCTIONS.__module__
+    )
+
+
+@torch.library.custom_op("anabranch::mix_experts", mutates_args=())
+def _mix_experts_op(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    return _mix(x, experts, weights, gate_up, down)
+
+
+@_mix_experts_op.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(x: torch.Tensor, *_: object) -> torch.Tensor:
+    return torch.empty_like(x)

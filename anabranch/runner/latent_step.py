@@ -1,0 +1,109 @@
+"""Attention of a step over latent rows: absorbed, or with expanded keys where that is cheaper."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+
+from anabranch.append import append_kv
+from anabranch.keys import LatentKV, RaggedKV
+from anabranch.latent_prompt import MIB, attend_latent_prompt
+from anabranch.merge import merge
+from anabranch.runner.host_lens import HostLens
+from anabranch.runner.kv_cache import LayerCache
+from anabranch.runner.step import LayerRules, Step
+from anabranch.state import AttentionState
+from anabranch.up_projection import UpProjection
+
+
+def attend_latent(
+    step: Step,
+    q: torch.Tensor,  # [num_tokens, num_heads, head_dim_nope + rotary]
+    rows: torch.Tensor,  # [num_tokens, rank + rotary]
+    cache: LayerCache,
+    up: UpProjection,
+    *,
+    scale: float,
+    max_workspace_mib: float,
+) -> torch.Tensor:
+    """Keep the new rows, and attend from the new tokens; [num_tokens, num_heads, head_dim_v]."""
+    first = step.entries[0]
+    keys = cache.latent_keys(first.page_table, first.seq_lens)
+    append_kv(keys, rows, None, step.slot_mapping, saturated=cache.saturated)
+    if not cache.is_plain:  # every token attends to what the cache holds
+        rows = keys.read_slots(step.slot_mapping)
+    call = LatentCall(step, q, rows, cache, up, scale, max_workspace_mib)
+    outs: list[torch.Tensor] = []
+    for _, found in groupby(range(len(step.entries)), lambda i: step.entries[i].tokens):
+        places = list(found)
+        states = [call.state(place, alone=len(places) == 1) for place in places]
+        outs.append(states[0].out if len(states) == 1 else merge(*states, with_lse=False))
+    return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+
+def attend_fresh_rows(
+    q: torch.Tensor, rows: torch.Tensor, up: UpProjection, *, scale: float
+) -> torch.Tensor:
+    """Attention of one sequence that has no cache yet.
+
+    It also takes the memory that absorbed queries and their outputs would, for a profile of memory.
+    """
+    absorbed = up.absorb(q)
+    up.values(torch.empty_like(absorbed)[..., : up.rank])
+    del absorbed
+    table = torch.zeros(1, 1, dtype=torch.int32, device=q.device)
+    keys = LatentKV(rows[:1, None], table, table[0], head_dim_v=up.rank)
+    return attend_latent_prompt(
+        q, rows, keys, up, q_lens=[len(q)], context_lens=[0], scale=scale
+    ).out
+
+
+class LatentCall(NamedTuple):
+    """One layer's attention within a step."""
+
+    step: Step
+    q: torch.Tensor
+    rows: torch.Tensor
+    cache: LayerCache
+    up: UpProjection
+    scale: float
+    max_workspace_mib: float
+
+    def state(self, place: int, *, alone: bool) -> AttentionState:
+        """The state of one entry, with values of every head; `alone` it has all their keys."""
+        step, up, entry = self.step, self.up, self.step.entries[place]
+        rules, num_tokens = LayerRules(self.scale, None, None, None), entry.tokens.stop
+        lens = None
+        if step.host_lens is not None and alone and entry.causal and entry.tree_mask is None:
+            lens = step.host_lens.within(entry.tokens)
+        if entry.is_fresh and (lens is None or self._fits(entry.tokens)):
+            keys = RaggedKV(*up.expand(self.rows[entry.tokens]), entry.cu_seqlens_q)
+            return step.attend_entry(self.q, place, keys, rules)
+        keys = self.cache.latent_keys(entry.page_table, entry.seq_lens)
+        if lens is not None and self._is_long(lens):
+            return self._expanded(entry.tokens, keys, lens)
+        out, lse = step.attend_entry(up.absorb(self.q[:num_tokens]), place, keys, rules)
+        return AttentionState(up.values(out), lse)
+
+    def _fits(self, tokens: slice) -> bool:
+        """Whether these rows may be expanded at once."""
+        needed = (tokens.stop - tokens.start) * self.up.bytes_per_key(self.rows.shape[1])
+        return needed <= self.max_workspace_mib * MIB
+
+    def _is_long(self, lens: HostLens) -> bool:
+        average = sum(lens.q_lens) / len(lens.q_lens)
+        return self.up.prefers_expanded(average, self.rows.shape[1])
+
+    def _expanded(self, tokens: slice, keys: LatentKV, lens: HostLens) -> AttentionState:
+        return attend_latent_prompt(
+            self.q[tokens],
+            self.rows[tokens],
+            keys,
+            self.up,
+            q_lens=lens.q_lens,
+            context_lens=lens.context_lens,
+            scale=self.scale,
+            max_workspace_mib=self.max_workspace_mib,
+        )

@@ -1,0 +1,250 @@
+"""Latent prompts in pieces: the states of all pieces, merged, are the state over all keys."""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import finalize
+
+import pytest
+import torch
+from tolerance import assert_state_close
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+from anabranch import (
+    AttentionState,
+    LatentKV,
+    UpProjection,
+    append_kv,
+    attend,
+    attend_latent_prompt,
+    latent_prompt,
+    merge,
+)
+from anabranch.keys.formats import empty_store
+from anabranch.latent_prompt import MIB, MIN_PIECE, size_workspace
+
+HEADS, NOPE, ROTARY, VALUE, RANK, PAGE = 4, 16, 8, 12, 32, 16
+WIDTH = RANK + ROTARY
+SCALE = 0.3
+
+
+def random_up(dtype: torch.dtype = torch.float32, device: str = "cpu") -> UpProjection:
+    weight = torch.randn(HEADS, NOPE + VALUE, RANK, dtype=torch.float32) / RANK**0.5
+    return UpProjection(weight.to(device, dtype), NOPE)
+
+
+def random_prompt(
+    q_lens: list[int],
+    context_lens: list[int],
+    dtype: torch.dtype = torch.float32,
+    device: str = "cpu",
+) -> tuple[torch.Tensor, torch.Tensor, LatentKV]:
+    """Queries, their rows, and pages in disorder that hold the contexts and these rows."""
+    num_tokens = sum(q_lens)
+    lens = [q + context for q, context in zip(q_lens, context_lens, strict=True)]
+    counts = [-(-length // PAGE) for length in lens]
+    pages = torch.randperm(sum(counts), device="cpu").int().split(counts)
+    table = torch.zeros(len(lens), max(counts, default=1), dtype=torch.int32)
+    for row, mine in zip(table, pages, strict=True):
+        row[: len(mine)] = mine
+    cache = torch.randn(sum(counts), PAGE, WIDTH)
+    q = torch.randn(num_tokens, HEADS, NOPE + ROTARY).to(device, dtype)
+    rows = torch.randn(num_tokens, WIDTH).to(device, dtype)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    keys = LatentKV(cache.to(device, dtype), table.to(device), seq_lens, head_dim_v=RANK)
+    places = [
+        int(table[seq, p // PAGE]) * PAGE + p % PAGE
+        for seq, (length, context) in enumerate(zip(lens, context_lens, strict=True))
+        for p in range(context, length)
+    ]
+    append_kv(keys, rows, None, torch.tensor(places, dtype=torch.int64, device=device))
+    return q, rows, keys
+
+
+def exact(
+    q: torch.Tensor, keys: LatentKV, up: UpProjection, q_lens: list[int], dtype: torch.dtype
+) -> AttentionState:
+    """Attention over expanded keys, written with torch, sequence by sequence."""
+    up = up._replace(weight=up.weight.to(dtype))
+    outs: list[torch.Tensor] = []
+    lses: list[torch.Tensor] = []
+    for seq, part in enumerate(q.split(q_lens)):
+        k, v = up.expand(keys.gather(seq)[0][:, 0].to(dtype))
+        scores = torch.einsum("qhd,khd->hqk", part.to(dtype), k) * SCALE
+        hidden = torch.ones_like(scores[0]).tril(len(k) - len(part)) == 0
+        scores = scores.masked_fill(hidden, -torch.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v))
+        lses.append(scores.logsumexp(-1).t())
+    return AttentionState(torch.cat(outs), torch.cat(lses))
+
+
+CASES = [
+    ([5], [0]),
+    ([300], [0]),
+    ([300, 7, 0, 260], [0, 0, 3, 0]),
+    ([40], [700]),
+    ([33, 1, 0, 150, 290], [299, 0, 5, 1, 513]),
+    ([200, 200], [128, 128]),
+]
+
+
+@pytest.mark.parametrize(("q_lens", "context_lens"), CASES, ids=str)
+@pytest.mark.parametrize("pieces", [(128, 128), (100, 33), (10**6, 10**6)], ids=str)
+def test_pieces_give_the_state_of_the_whole(
+    q_lens: list[int],
+    context_lens: list[int],
+    pieces: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch.manual_seed(len(q_lens))
+    up = random_up()
+    q, rows, keys = random_prompt(q_lens, context_lens)
+    monkeypatch.setattr(
+        latent_prompt, "size_workspace", lambda *_: latent_prompt.Workspace(*pieces)
+    )
+    found = attend_latent_prompt(
+        q, rows, keys, up, q_lens=q_lens, context_lens=context_lens, scale=SCALE
+    )
+    plain, double = (exact(q, keys, up, q_lens, x) for x in (torch.float32, torch.float64))
+    assert_state_close(found, double, plain)
+    starts = torch.tensor([0, *q_lens]).cumsum(0).int()
+    out, lse = attend(up.absorb(q), keys, cu_seqlens_q=starts, scale=SCALE)
+    assert_state_close(AttentionState(up.values(out), lse), double, plain)
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of new tensors that are alive, and the most there were at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        for x in result if isinstance(result, tuple | list) else [result]:
+            if not isinstance(x, torch.Tensor):
+                continue
+            storage = x.untyped_storage()
+            if storage._cdata in given or storage._cdata in self._known:
+                continue
+            self._known.add(storage._cdata)
+            self.alive += storage.nbytes()
+            self.peak = max(self.peak, self.alive)
+            finalize(storage, self._free, storage._cdata, storage.nbytes())
+        return result
+
+    def _free(self, name: int, num_bytes: int) -> None:
+        self._known.discard(name)
+        self.alive -= num_bytes
+
+
+@pytest.mark.parametrize("context_len", [1000, 8000], ids=str)
+def test_memory_stays_under_the_budget(context_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the result, and beside what attention itself uses, at any length of the context."""
+    q_lens, context_lens, budget = [900, 300], [context_len, 77], 1
+    up = random_up()
+    q, rows, keys = random_prompt(q_lens, context_lens)
+    live = LiveBytes()
+    pieces: list[int] = []
+
+    def without_its_own(q: torch.Tensor, source: Any, **options: Any) -> AttentionState:
+        pieces.append(len(source.k))
+        with _disable_current_modes():
+            out, lse = attend(q, source, **options)
+        return AttentionState(out + 0, lse + 0)
+
+    def merged_uncounted(*states: AttentionState, out: AttentionState) -> None:
+        with _disable_current_modes():
+            merge(*states, out=out)
+
+    monkeypatch.setattr(latent_prompt, "attend", without_its_own)
+    monkeypatch.setattr(latent_prompt, "merge", merged_uncounted)
+    lens: Any = {"q_lens": q_lens, "context_lens": context_lens}
+    with live:
+        state = attend_latent_prompt(
+            q, rows, keys, up, **lens, scale=SCALE, max_workspace_mib=budget
+        )
+    result = state.out.nbytes + state.lse.nbytes
+    assert budget * MIB / 2 < live.peak - result <= budget * MIB
+    assert max(pieces) * up.bytes_per_key(WIDTH) <= budget * MIB
+    assert sum(pieces) >= sum(q_lens) + sum(context_lens)
+
+
+@pytest.mark.gpu
+def test_memory_stays_under_the_budget_on_a_gpu() -> None:
+    torch.manual_seed(0)
+    heads, nope, rotary, value, rank, budget = 16, 128, 64, 128, 512, 256
+    weight = torch.randn(heads, nope + value, rank, device="cuda") / rank**0.5
+    up = UpProjection(weight.bfloat16(), nope)
+    q = torch.randn(2048, heads, nope + rotary, device="cuda").bfloat16()
+    rows = torch.randn(2048, rank + rotary, device="cuda").bfloat16()
+    peaks: list[int] = []
+    for context_len in (32768, 131072):
+        num_pages = context_len // 64
+        cache = torch.randn(num_pages, 64, rank + rotary, device="cuda").bfloat16()
+        table = torch.arange(num_pages, dtype=torch.int32, device="cuda")[None]
+        seq_lens = torch.tensor([context_len], dtype=torch.int32, device="cuda")
+        keys = LatentKV(cache, table, seq_lens, head_dim_v=rank)
+        lens: Any = {"q_lens": [2048], "context_lens": [context_len], "scale": 192**-0.5}
+        attend_latent_prompt(q, rows, keys, up, **lens, max_workspace_mib=budget)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        state = attend_latent_prompt(q, rows, keys, up, **lens, max_workspace_mib=budget)
+        result = state.out.nbytes + state.lse.nbytes
+        peaks.append(torch.cuda.max_memory_allocated() - before - result)
+    assert peaks[1] <= peaks[0] + MIB, "memory grows with the context"
+    assert peaks[0] <= (budget + 32) * MIB, "more than the budget and plans of attend()"
+
+
+def test_a_budget_too_small_for_a_piece_is_refused() -> None:
+    up = UpProjection(torch.empty(128, 256, 512, device="meta"), 128)
+    with pytest.raises(
+        ValueError, match=r"max_workspace_mib 16 is too small .* 128 keys, .* 37\.7"
+    ):
+        size_workspace(up, 576, 16)
+    assert min(size_workspace(up, 576, 39)) >= MIN_PIECE
+
+
+@pytest.mark.parametrize(
+    ("message", "change"),
+    [
+        ("need q .num_tokens, 4, 24.*got .30, 4, 23", {"q": torch.randn(30, HEADS, 23)}),
+        ("rows has num_tokens = 29", {"rows": torch.randn(29, WIDTH)}),
+        ("head_dim_k = 40, but rows has head_dim_k = 39", {"rows": torch.randn(30, WIDTH - 1)}),
+        ("q_lens sum up to 31", {"q_lens": [31]}),
+        ("must not be negative, got .-1", {"context_lens": [-1]}),
+        ("context_lens has num_seqs = 2", {"context_lens": [1, 1]}),
+        ("context_lens has 4000, but a row of the page table holds", {"context_lens": [4000]}),
+    ],
+)
+def test_what_does_not_fit_is_refused(message: str, change: dict[str, Any]) -> None:
+    q, rows, keys = random_prompt([30], [50])
+    given = {"q": q, "rows": rows, "q_lens": [30], "context_lens": [50]} | change
+    with pytest.raises(ValueError, match=message):
+        attend_latent_prompt(
+            given.pop("q"), given.pop("rows"), keys, random_up(), **given, scale=SCALE
+        )
+
+
+def test_rows_in_a_quantised_cache_are_decoded() -> None:
+    torch.manual_seed(0)
+    q, rows, plain = random_prompt([40], [200])
+    codes, scales = empty_store("int8", (*plain.cache.shape[:2], 1, WIDTH), q.dtype, q.device)
+    assert scales is not None
+    keys = LatentKV(
+        codes[:, :, 0],
+        plain.page_table,
+        plain.seq_lens,
+        head_dim_v=RANK,
+        cache_scales=scales[:, :, 0],
+        query_dtype=q.dtype,
+    )
+    slots = torch.arange(plain.num_pages * PAGE)
+    append_kv(keys, plain.cache.flatten(0, 1), None, slots)
+    options: Any = {"q_lens": [40], "context_lens": [200], "scale": SCALE}
+    up = random_up()
+    found, wanted = (attend_latent_prompt(q, rows, x, up, **options) for x in (keys, plain))
+    error = (found.out - wanted.out).abs().max()
+    assert 0 < error < 0.02 * wanted.out.abs().max()
