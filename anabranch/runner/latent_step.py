@@ -11,6 +11,7 @@ from anabranch.append import append_kv
 from anabranch.keys import LatentKV, RaggedKV
 from anabranch.latent_prompt import MIB, attend_latent_prompt
 from anabranch.merge import merge
+from anabranch.runner.entry import Entry
 from anabranch.runner.host_lens import HostLens
 from anabranch.runner.kv_cache import LayerCache
 from anabranch.runner.step import LayerRules, Step
@@ -32,8 +33,6 @@ def attend_latent(
     first = step.entries[0]
     keys = cache.latent_keys(first.page_table, first.seq_lens)
     append_kv(keys, rows, None, step.slot_mapping, saturated=cache.saturated)
-    if not cache.is_plain:  # every token attends to what the cache holds
-        rows = keys.read_slots(step.slot_mapping)
     call = LatentCall(step, q, rows, cache, up, scale, max_workspace_mib)
     outs: list[torch.Tensor] = []
     for _, found in groupby(range(len(step.entries)), lambda i: step.entries[i].tokens):
@@ -79,11 +78,12 @@ class LatentCall(NamedTuple):
         if step.host_lens is not None and alone and entry.causal and entry.tree_mask is None:
             lens = step.host_lens.within(entry.tokens)
         if entry.is_fresh and (lens is None or self._fits(entry.tokens)):
-            keys = RaggedKV(*up.expand(self.rows[entry.tokens]), entry.cu_seqlens_q)
+            rows = self._kept_rows(entry)
+            keys = RaggedKV(*up.expand(rows), entry.cu_seqlens_q)
             return step.attend_entry(self.q, place, keys, rules)
         keys = self.cache.latent_keys(entry.page_table, entry.seq_lens)
         if lens is not None and self._is_long(lens):
-            return self._expanded(entry.tokens, keys, lens)
+            return self._expanded(entry, keys, lens)
         out, lse = step.attend_entry(up.absorb(self.q[:num_tokens]), place, keys, rules)
         return AttentionState(up.values(out), lse)
 
@@ -96,10 +96,17 @@ class LatentCall(NamedTuple):
         average = sum(lens.q_lens) / len(lens.q_lens)
         return self.up.prefers_expanded(average, self.rows.shape[1])
 
-    def _expanded(self, tokens: slice, keys: LatentKV, lens: HostLens) -> AttentionState:
+    def _kept_rows(self, entry: Entry) -> torch.Tensor:
+        """The entry's new rows as the cache holds them; absorbed queries read them from there."""
+        if self.cache.is_plain:
+            return self.rows[entry.tokens]
+        keys = self.cache.latent_keys(entry.page_table, entry.seq_lens)
+        return keys.read_slots(self.step.slot_mapping[entry.tokens].clamp(min=0))
+
+    def _expanded(self, entry: Entry, keys: LatentKV, lens: HostLens) -> AttentionState:
         return attend_latent_prompt(
-            self.q[tokens],
-            self.rows[tokens],
+            self.q[entry.tokens],
+            self._kept_rows(entry),
             keys,
             self.up,
             q_lens=lens.q_lens,
