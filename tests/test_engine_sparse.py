@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ pytest.importorskip("transformers")
 
 from test_engine import NGRAM
 from test_engine_cascade import draw
+from test_engine_models import save
 from test_step import ints, random_cache, random_tokens, run
 from tiny_models import as_on_gpu, one_by_one, outputs, source, tiny
 from tolerance import assert_close
@@ -127,6 +129,14 @@ def test_drafts_and_small_pages_of_recent_keys_are_refused() -> None:
         EngineConfig(sparse={"keep": 64}, speculative=NGRAM)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="keeps 1 pages of 16 keys, of which sinks 8"):
         tiny(sparse={"method": "recent", "keep": 16, "sinks": 8})
+
+
+def test_caches_that_pages_cannot_be_chosen_from(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"bounds need plain keys.*got torch.int8"):
+        tiny(sparse="pages", kv_cache_dtype="int8")
+    save("deepseek-v2", tmp_path)
+    with pytest.raises(ValueError, match="sparse='pages' needs keys apart from values"):
+        LLM(str(tmp_path), device="cpu", sparse="pages")
 
 
 def test_bounds_are_counted_as_cache() -> None:
