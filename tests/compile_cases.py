@@ -33,6 +33,7 @@ from anabranch.kernels.gluon.launch import attend as gluon_attend
 from anabranch.kernels.gluon.order import order, order_size
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
+from anabranch.kernels.triton.choose_pages import choose_pages, renew_bounds
 from anabranch.kernels.triton.constants import AttendProgram, attend_program
 from anabranch.kernels.triton.draft_tree import make_draft_tree
 from anabranch.kernels.triton.expert_order import order_experts
@@ -324,6 +325,16 @@ def share_pages_cases(_: int) -> Iterator[Case]:
         yield f"{levels} levels", partial(share_pages, *table, levels=levels, **given)
 
 
+def choose_pages_cases(_: int) -> Iterator[Case]:
+    """Bounds of new keys, and pages of a long table."""
+    k, bounds = meta(64, 16, 8, 128, dtype=BRAIN), meta(64, 8, 128, dtype=BRAIN)
+    slots = torch.empty(40, device="meta", dtype=torch.int64)
+    yield "bounds", partial(renew_bounds, bounds, bounds, k, slots)
+    given = {"num_chosen": 64, "page_size": 16, "page_step": 128}
+    q, table = meta(8, 32, 128, dtype=BRAIN), ints(8, 8192)
+    yield "8192 pages", partial(choose_pages, q, bounds, bounds, table, ints(8), **given)
+
+
 def append_kv_cases(_: int) -> Iterator[Case]:
     """Widths, dtypes, cache layouts and kinds of slots."""
     half, single = BRAIN, SINGLE
@@ -405,6 +416,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{GLUON}.order": order_cases,
     f"{TRITON}.append_kv": append_kv_cases,
     f"{TRITON}.attend_kernel": attend_cases,
+    f"{TRITON}.choose_pages": choose_pages_cases,
     f"{TRITON}.draft_tree": draft_tree_cases,
     f"{TRITON}.expert_order": expert_order_cases,
     f"{TRITON}.expert_product": expert_product_cases,

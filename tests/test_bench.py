@@ -19,7 +19,7 @@ from anabranch.bench import case_runner as runner
 from anabranch.bench.cases import BENCHES, AttendCase, Case, MergeCase, unite
 from anabranch.bench.ceilings import Ceilings
 from anabranch.bench.exact import CallResult, expected_of
-from anabranch.bench.grids import MODELS, cases_of, decode_cases, merge_cases
+from anabranch.bench.grids import COMPOSITIONS, MODELS, cases_of, decode_cases, merge_cases
 from anabranch.bench.implementations import Implementation, Prepared, UnavailableError
 from anabranch.bench.inputs import AttendInputs, MergeInputs, make_inputs
 from anabranch.bench.results import Header, Results, Row, blank_row, with_ratios
@@ -273,7 +273,8 @@ def test_every_figure_has_points(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from figure_plots import draw_figures
 
-    drawn = [path for bench in BENCHES for path in draw_figures(_results(bench), tmp_path)]
+    benches = (*BENCHES, *COMPOSITIONS)
+    drawn = [path for bench in benches for path in draw_figures(_results(bench), tmp_path)]
     assert {path.stem for path in drawn} == {figure.name for figure in FIGURES}
 
 
@@ -300,6 +301,24 @@ def test_benchmarks_run_on_the_cpu(bench: str, tmp_path: Path) -> None:
     rows = Results.load(out).rows
     assert rows and all(row.status == "ok" and row.us for row in rows)
     assert "need a GPU" in done.stdout and str(out) in done.stdout
+
+
+@pytest.mark.usefixtures("fast")
+@pytest.mark.parametrize("bench", COMPOSITIONS)
+def test_compositions_run_on_the_cpu(bench: str, tmp_path: Path) -> None:
+    """Every implementation is checked against float64, or is not there for a case."""
+    done = run_command(bench, "--device", "cpu", "--out", str(tmp_path / "results.json"))
+    assert done.exit_code == 0, done.output
+    rows = Results.load(tmp_path / "results.json").rows
+    assert all(row.us if row.status == "ok" else row.status == "unavailable" for row in rows)
+    assert {row.case for row in rows} == {row.case for row in rows if row.us is not None}
+    assert {"ours", "context"} <= {row.role for row in rows if row.us is not None}
+
+
+def test_compositions_need_the_source_tree(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("anabranch.bench.grids.FOLDER", tmp_path / "nowhere")
+    with pytest.raises(FileNotFoundError, match="bench tree needs the source tree"):
+        cases_of("tree", "cpu")
 
 
 @pytest.mark.usefixtures("fast")

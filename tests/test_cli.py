@@ -18,8 +18,7 @@ pytest.importorskip("typer")
 from rich.console import Console
 from typer.testing import CliRunner
 
-from anabranch.bench.attention_options import AttentionOptions
-from anabranch.bench.commands import ATTENTION, BENCHES
+from anabranch.bench.commands import ATTENTION, BENCHES, AttentionOptions
 from anabranch.cli.command_group import app
 from anabranch.cli.engine_options import ServingOptions
 from anabranch.cli.generate import GenerateOptions

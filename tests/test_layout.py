@@ -21,7 +21,15 @@ LAYERS = [
     {"rules", "queries", "call"},
     {"kernels"},
     {"merge", "producers", "plan", "attend", "append"},
-    {"tree", "selectors", "cascade", "prefix_order", "up_projection", "latent_prompt"},
+    {
+        "tree",
+        "selectors",
+        "cascade",
+        "prefix_order",
+        "up_projection",
+        "latent_prompt",
+        "page_choice",
+    },
     {""},  # the package itself, `from anabranch import merge`
     {"distributed"},
     {"integrations"},

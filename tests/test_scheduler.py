@@ -107,6 +107,35 @@ def test_a_waiting_prompt_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert [page for page in digested if page in shared] == shared
 
 
+def test_a_prompt_under_way_is_computed_once() -> None:
+    """Sequences that begin alike wait for the first, if what they share is worth it."""
+    pool, scheduler = make(400, 8, 299)
+    alike = [sequence(pool, 300, name="x") for _ in range(3)]
+    alike[2].tokens[100:] = range(200)  # shares 100 tokens: not worth a wait
+    other = sequence(pool, 9, name="y")
+    for seq in (*alike, other):
+        scheduler.add(seq)
+    first = scheduler.schedule()
+    assert [run.seq for run in first] == alike[:1]  # the queue keeps its order
+    assert [run.seq for run in scheduler.schedule()] == alike[:1]  # nothing has landed
+    land(first)
+    assert [run.num_tokens for run in first] == [299]
+    step = scheduler.schedule()
+    assert {run.seq for run in step} == {alike[0], *alike[1:], other}
+    assert alike[1].pages.pages[:74] == alike[0].pages.pages[:74]
+    assert alike[2].pages.pages[:25] == alike[0].pages.pages[:25]
+    assert alike[2].num_computed > 100
+
+
+def test_prompts_that_may_not_be_shared_do_not_wait() -> None:
+    pool, scheduler = make(400, 8, 1000)
+    alike = [sequence(pool, 300, name="x") for _ in range(2)]
+    alike[1].pages = SequencePages(pool, PAGE, b"another root")
+    for seq in alike:
+        scheduler.add(seq)
+    assert [run.seq for run in scheduler.schedule()] == alike
+
+
 def test_the_youngest_gives_its_pages_up() -> None:
     pool, scheduler = make(3, 4, 100)
     old, mid, young = seqs = [sequence(pool, 4, name=name) for name in ("old", "mid", "young")]

@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from anabranch.engine.attention_ways import decode_keys
 from anabranch.engine.build import Built
 from anabranch.engine.llm import LLM
 from anabranch.models import load_model, smollm2_directory
-from anabranch.runner.graphs import GraphKey, Graphs, PromptKey, graph_batches
+from anabranch.runner.graphs import Graphs, PromptKey, graph_batches
 from anabranch.sampling.params import SamplingParams
 from anabranch.speculative.adaptive import draft_numbers
 from anabranch.speculative.draft_chain import chain_keys
@@ -138,9 +139,7 @@ def called_graphs(built: Built) -> None:
     limits, chain = built.limits, built.draft
     batches = graph_batches(limits.max_num_seqs)
     built.runner.graphs = CalledGraphs()
-    built.runner.capture(
-        [GraphKey(q_len, batch) for q_len in {1, 1 + limits.max_drafts} for batch in batches]
-    )
+    built.runner.capture(decode_keys(limits, built.runner.choice))
     built.runner.prompt_graphs = CalledGraphs()
     built.runner.capture_prompts([PromptKey(40), PromptKey(64)])
     runners = [built.runner]

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import count
 
 import torch
 
 from anabranch.bench import ours, peers
-from anabranch.bench.attention_options import AttentionOptions
 from anabranch.bench.cases import Case
 from anabranch.bench.ceilings import Ceilings, measure_ceilings
+from anabranch.bench.commands import AttentionOptions
 from anabranch.bench.exact import Expected, expected_of
-from anabranch.bench.grids import cases_of
+from anabranch.bench.grids import COMPOSITIONS, cases_of, load_suite
 from anabranch.bench.implementations import Implementation, Prepared, UnavailableError
 from anabranch.bench.inputs import Inputs, make_inputs
 from anabranch.bench.peers.site import add_folder
@@ -68,10 +69,10 @@ def run(bench: str, options: AttentionOptions) -> Results:
 
 def select(bench: str, names: Sequence[str], device: torch.device) -> list[Implementation]:
     """The implementations whose name has one of `names`; all of them if there are none."""
-    found = [
-        *ours.implementations(bench, device.type),
-        *peers.implementations(bench, device.type),
-    ]
+    if bench in COMPOSITIONS:
+        found = load_suite(bench).implementations(device.type)
+    else:
+        found = [*(x for room in (ours, peers) for x in room.implementations(bench, device.type))]
     wanted = [name.lower() for name in names]
     return [x for x in found if not wanted or any(name in x.name.lower() for name in wanted)]
 
@@ -84,17 +85,22 @@ def run_case(
     advance: Advance,
 ) -> list[Row]:
     """All implementations in one case, on the same inputs."""
-    inputs = make_inputs(case, device)
-    expected = expected_of(inputs)
+    inputs, expected = getattr(case, "prepare", partial(_prepare, case))(device)
     rows: list[Row] = []
     for implementation in implementations:
         advance(f"{case.name}: {implementation.name}")
         row = _measure(implementation, inputs, expected, device)
         if row.us is not None:
-            rate = inputs.case.work / row.us / (1e6 if row.unit == "TFLOP/s" else 1e3)
+            rate = case.work / row.us / (1e6 if row.unit == "TFLOP/s" else 1e3)
             row = replace(row, rate=rate, percent_of_ceiling=ceilings.percent(rate, row.unit))
         rows.append(row)
     return with_ratios(rows)
+
+
+def _prepare(case: Case, device: torch.device) -> tuple[Inputs, Expected]:
+    """For cases that do not do it themselves."""
+    inputs = make_inputs(case, device)
+    return inputs, expected_of(inputs)
 
 
 def _measure(
@@ -105,7 +111,7 @@ def _measure(
         prepared = implementation.prepare(inputs)
         row = blank_row(case, implementation, "ok")
         with prepared.context():
-            return _measure_prepared(prepared, row, expected, device)
+            return _measure_prepared(prepared, row, prepared.expected or expected, device)
     except UnavailableError as reason:
         return blank_row(case, implementation, "unavailable", str(reason))
     except Exception as failure:

@@ -1,12 +1,15 @@
 """The `anabranch bench` commands: options and help. What they run is imported when it runs."""
 
+# ruff: noqa: RUF009 - `option` is a field
+
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import typer
 
-from anabranch.bench.attention_options import AttentionOptions
 from anabranch.bench.engine.bench_options import (
     CpuOptions,
     LatencyOptions,
@@ -16,7 +19,7 @@ from anabranch.bench.engine.bench_options import (
 )
 from anabranch.bench.serve.load_options import LoadOptions, SoakOptions
 from anabranch.cli.engine_options import EngineOptions
-from anabranch.cli.options import add_command, new_app
+from anabranch.cli.options import add_command, new_app, option
 
 ATTENTION = {
     "merge": """Time the merge of two states: torch, Triton, CUDA and FlashInfer.
@@ -37,6 +40,9 @@ A case is named as in decode, with the queries of a sequence: "B8 L8192 H32/8 D1
 
 A case is sequences, length and heads: "B1 S8192 H32/8 D128". Half of a causal mask is work.
 """,
+    "sparse": "Time attention to listed keys, beside torch's gather and dense decode.",
+    "cascade": "Time decode over shared prefixes, beside flat decode and FlashInfer's cascade.",
+    "tree": "Time the verification of draft trees, beside plain decode and chains.",
 }
 BENCHES: dict[str, type[EngineOptions]] = {
     "latency": LatencyOptions,
@@ -47,6 +53,19 @@ BENCHES: dict[str, type[EngineOptions]] = {
     "serve": LoadOptions,
     "soak": SoakOptions,
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionOptions:
+    """Which cases and implementations to run; empty means all."""
+
+    out: Path | None = option(None, "Write all rows as JSON, after every case.")
+    filter: str = option("", "Only cases whose name, model or group has this: 'Qwen3'.")
+    impl: tuple[str, ...] = option(
+        (), "Only implementations whose name has this: 'cuda'. May be repeated."
+    )
+    device: str = option("", "cuda or cpu; the GPU if there is one.")
+    quick: bool = option(False, "Three cases only, to see that it works.")
 
 
 def _run_attention(name: str, options: AttentionOptions) -> None:
@@ -65,9 +84,9 @@ def _run_bench(name: str, options: EngineOptions) -> None:
 app = new_app(
     """Time this library beside its peers on this machine.
 
-    merge, decode, verify and prefill time attention; each implementation is checked against float64
-    first, and a wrong one is reported and not timed. latency, throughput, sweep, scorers and cpu
-    time the engine. serve and soak load a server.
+    merge, decode, verify, prefill, sparse, cascade and tree time attention; each implementation is
+    checked against float64 first, and a wrong one is reported and not timed. latency, throughput,
+    sweep, scorers and cpu time the engine. serve and soak load a server.
     """
 )
 for _name, _help in ATTENTION.items():

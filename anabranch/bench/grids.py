@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from anabranch.bench.cases import AttendCase, Case, MergeCase, unite
@@ -129,6 +132,19 @@ def cpu_cases(bench: str) -> list[Case]:
     return [replace(case, bench=bench, dtype="float32", groups=("cpu",)) for case in cases]
 
 
+COMPOSITIONS = ("sparse", "cascade", "tree")
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "compositions"
+
+
+def load_suite(bench: str) -> Any:
+    """The module with cases and implementations of a benchmark of lists, cascades or trees."""
+    if not FOLDER.is_dir():
+        raise FileNotFoundError(f"bench {bench} needs the source tree: there is no {FOLDER}")
+    if str(FOLDER) not in sys.path:
+        sys.path.append(str(FOLDER))
+    return import_module(f"{bench}_suite")
+
+
 GPU_CASES: dict[str, Callable[[], Iterable[Case]]] = {
     "merge": merge_cases,
     "decode": decode_cases,
@@ -142,7 +158,10 @@ def cases_of(bench: str, device: str, *, quick: bool = False, pattern: str = "")
 
     `quick` keeps three of them, spread over the list.
     """
-    cases = cpu_cases(bench) if device == "cpu" else list(GPU_CASES[bench]())
+    if bench in COMPOSITIONS:
+        cases: list[Case] = load_suite(bench).cases_of(device)
+    else:
+        cases = cpu_cases(bench) if device == "cpu" else list(GPU_CASES[bench]())
     wanted = pattern.lower()
     cases = [c for c in cases if wanted in " ".join((c.name, *c.models, *c.groups)).lower()]
     return cases[:: max(1, len(cases) // 3)][:3] if quick else cases

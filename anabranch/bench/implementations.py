@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from anabranch.bench.exact import CallResult
+from anabranch.bench.exact import CallResult, Expected
 
 Call = Callable[[], Any]
 
@@ -24,6 +24,7 @@ class Prepared:
     answer: Callable[[Any], CallResult]  # a call's result in this library's convention
     plan: Call | None = None  # what an engine runs once a step, outside the calls
     context: Callable[[], AbstractContextManager[object]] = nullcontext  # entered around all calls
+    expected: Expected | None = None  # of its own, if it is there to be compared with only
 
 
 class Implementation(NamedTuple):

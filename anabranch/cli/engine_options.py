@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from anabranch.engine.llm import LLM
 
 SPECULATIVE = ("ngram", "draft", "off")
+SPARSE = ("pages", "recent", "off")
 SCORERS = ("multi-query", "batch-expansion")
 DEVICES = ("cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -57,6 +58,13 @@ class EngineOptions:
     max_workspace_mib: float = option(
         256.0, "MiB for keys that a latent cache (DeepSeek) is expanded into, at a time.", above=0
     )
+    cascade: bool = option(
+        True, "On a GPU, read pages once that sequences share, where that saves time."
+    )
+    sparse: str = option(
+        "off", "Which keys of long contexts decode steps read; tokens change.", choices=SPARSE
+    )
+    sparse_keep: int = option(2048, "For --sparse: keys of a context that are read.", at_least=1)
     compile: bool | None = option(
         None, "torch.compile of the decoder layers; by default on a GPU from 1e9 weights on."
     )
@@ -100,7 +108,15 @@ class EngineOptions:
             "tensor_parallel": self.tensor_parallel,
             "context_parallel": self.context_parallel,
             "max_workspace_mib": self.max_workspace_mib,
+            "cascade": None if self.cascade else False,
+            "sparse": self.sparse_config(),
         }
+
+    def sparse_config(self) -> dict[str, Any] | None:
+        """As `SparseConfig` calls them; None where contexts are read whole."""
+        if self.sparse == "off":
+            return None
+        return {"method": self.sparse, "keep": self.sparse_keep}
 
     def speculative_config(self) -> dict[str, Any] | None:
         """As `SpeculativeConfig` calls them; None without speculation."""
@@ -126,6 +142,8 @@ class EngineOptions:
         parts = [f"{self.speculative} k={self.num_drafts}", self.scorer] if drafted else []
         parts += [] if self.graphs else ["no graphs"]
         parts += [] if self.fused_merge else ["merge apart"]
+        parts += [] if self.cascade else ["no cascades"]
+        parts += [] if self.sparse == "off" else [f"sparse {self.sparse} {self.sparse_keep}"]
         parts += ["compiled"] if self.compile else []
         parts += [f"TP {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
         parts += [f"CP {self.context_parallel}"] if self.context_parallel > 1 else []

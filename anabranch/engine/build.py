@@ -12,6 +12,7 @@ import torch
 
 from anabranch.distributed.rank_group import RankGroup, check_agreement, make_on_all
 from anabranch.distributed.shard_model import shard_model
+from anabranch.engine.attention_ways import decode_keys, shared_prefixes
 from anabranch.engine.config import DTYPES, EngineConfig
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.kernels.compile_ahead import compiling_ahead
@@ -28,6 +29,8 @@ from anabranch.runner.graphs import GraphKey, Progress, graph_batches, prompt_si
 from anabranch.runner.kv_cache import LayerShape, allocate_layers
 from anabranch.runner.model_attention import NAME, Layers, register
 from anabranch.runner.model_runner import ModelRunner
+from anabranch.runner.sparse_decode import SparseConfig, SparseDecode
+from anabranch.runner.step_choice import StepChoice
 from anabranch.runner.step_inputs import StepInputs
 from anabranch.runner.step_layout import Scorer
 from anabranch.sampling.noise import draw
@@ -81,7 +84,9 @@ def build(
     dealt = None
     if ranks is not None and config.deals_context:
         dealt = DealtPages(ranks, config.page_size)
-    runner = _bind(target, layers, limits, unseen, scorer, fused, saturated, dealt)
+    runner = _bind(target, layers, limits, unseen, scorer, fused, saturated, dealt, config.sparse)
+    if dealt is None:
+        runner.choice.prefixes = shared_prefixes(config, limits, layers, device)
     rows = SamplingRows(limits.max_num_seqs, vocab_size(target))
     chain = None
     if draft is not None:
@@ -112,8 +117,7 @@ def _capture(
     say: Progress,
 ) -> None:
     batches = graph_batches(limits.max_num_seqs)
-    lengths = {1, 1 + limits.max_drafts}
-    runner.capture([GraphKey(q, b) for q in lengths for b in batches], say)
+    runner.capture(decode_keys(limits, runner.choice), say)
     runner.capture_prompts(prompt_sizes(min(limits.max_num_tokens, limits.max_model_len)), say)
     if chain is not None:
         adaptive = config.speculative is not None and config.speculative.adaptive
@@ -216,6 +220,7 @@ def _bind(
     fused_merge: bool,
     saturated: torch.Tensor | None,
     dealt: DealtPages | None = None,
+    sparse: SparseConfig | None = None,
 ) -> ModelRunner:
     shapes: list[LayerShape] = list(layers.values())
     sizes = (limits.num_pages, dealt.page_size if dealt else limits.page_size)
@@ -232,8 +237,17 @@ def _bind(
         )
         for num_tokens in (decoding, limits.max_num_tokens + decoding)
     ]
+    chooser = SparseDecode(sparse, caches, limits.page_size) if sparse else None
     return ModelRunner(
-        loaded.model, layers, caches, inputs, unseen, scorer, fused_merge=fused_merge, dealt=dealt
+        loaded.model,
+        layers,
+        caches,
+        inputs,
+        unseen,
+        scorer,
+        fused_merge=fused_merge,
+        dealt=dealt,
+        choice=StepChoice(sparse=chooser),
     )
 
 

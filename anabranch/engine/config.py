@@ -9,6 +9,7 @@ from typing import Any, cast
 import torch
 
 from anabranch.runner.cache_formats import CacheFormats, parse_cache_formats
+from anabranch.runner.sparse_decode import SparseConfig, sparse_config
 from anabranch.runner.step_layout import Scorer
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -78,7 +79,9 @@ class EngineConfig:
     kv_cache_gib: float | None = None  # what remains of a GPU, or 1 on a CPU
     kv_cache_dtype: str = "auto"  # the model's; or a format, or one each as "q8_0/fp8"
     prefix_caching: bool = True
+    cascade: bool | None = None  # shared pages read once: on a GPU where it pays, always, or never
     speculative: SpeculativeConfig | None = None
+    sparse: SparseConfig | None = None  # decode steps read a part of long contexts: other tokens
     cuda_graphs: bool = True
     compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
     join_projections: bool = True
@@ -90,6 +93,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculative", speculative_config(self.speculative))
+        object.__setattr__(self, "sparse", sparse_config(self.sparse))
         if self.dtype is not None and self.dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         parse_cache_formats(self.kv_cache_dtype)
@@ -98,6 +102,7 @@ class EngineConfig:
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self._check_ranks()
+        self._check_ways()
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(
                 f"gpu_memory_utilization must be above 0 and at most 1, "
@@ -109,6 +114,23 @@ class EngineConfig:
             raise ValueError(f"max_workspace_mib must be above 0, got {self.max_workspace_mib}")
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must have 64 bits, got {self.seed}")
+
+    def _check_ways(self) -> None:
+        """Refuse ways to attend that exclude each other."""
+        if self.cascade not in (None, True, False):
+            raise ValueError(f"cascade must be True, False or None, got {self.cascade!r}")
+        if self.cascade and not self.prefix_caching:
+            raise ValueError("cascade=True needs prefix_caching=True: nothing else shares pages")
+        if self.sparse is not None and self.speculative is not None:
+            raise ValueError(
+                f"sparse={self.sparse.method!r} and speculative={self.speculative.method!r}: "
+                "drafts are verified by attention to whole contexts, so use one of the two"
+            )
+        if (self.sparse or self.cascade) and self.context_parallel > 1:
+            name = "sparse" if self.sparse else "cascade=True"
+            raise ValueError(
+                f"{name} needs whole pages, got context_parallel={self.context_parallel}"
+            )
 
     def _check_ranks(self) -> None:
         for name in ("tensor_parallel", "context_parallel"):

@@ -22,7 +22,6 @@ from anabranch.engine.request import Request
 from anabranch.engine.scheduler import Scheduler
 from anabranch.engine.stats import EngineStats
 from anabranch.runner.model_runner import Progress
-from anabranch.runner.step_layout import short_first
 from anabranch.sampling.params import SamplingParams
 from anabranch.sampling.sampler import Sampler
 from anabranch.sampling.samples import HostLogprobs
@@ -72,6 +71,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._pipelined = self.device.type == "cuda"
         self._pads = len(built.runner.graphs) > 0  # graphs hold equally many tokens of all
+        self.choice = built.runner.choice  # of how steps attend
         self._flying: Launched | None = None
         self._landed_at = 0.0  # seconds of time.perf_counter
 
@@ -133,7 +133,7 @@ class Engine:
         if self._flying and (num_drafts or self._flying.has_drafts):
             changed += self._land()
         self._draft_on_host(num_drafts)
-        step, failed = self._own_rows(short_first(self.scheduler.schedule()))
+        step, failed = self._own_rows(self.choice.in_order(self.scheduler.schedule()))
         changed += failed
         if self._pads and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)

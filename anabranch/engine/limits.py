@@ -96,6 +96,8 @@ def size(
     budget = make_on_all(ranks, lambda: _cache_bytes(config, device, logits))
     page_size = config.page_size * config.context_parallel
     one_page = page_bytes([*layers.values()], config.page_size)
+    if config.sparse is not None and config.sparse.method == "pages":  # with two bounds a page
+        one_page += 2 * page_bytes([replace(x, head_dim_v=0) for x in layers.values()], 1)
     one_page += page_bytes([*draft_layers.values()], page_size)
     wanted = -(-context // page_size)
     num_pages = least_of_all(ranks, int(min(budget // one_page, wanted * max_num_seqs)))

@@ -14,6 +14,10 @@ from anabranch.sequences.page_pool import PagePool
 from anabranch.sequences.scheduled import Scheduled
 from anabranch.sequences.sequence import Sequence
 
+# Tokens of a prompt that take longer than the step or two until another sequence has computed them:
+# at 8 billion weights an H200 computes about as many in the time of a decode step.
+WORTH_WAITING = 256
+
 
 class Scheduler:
     """Waiting and running sequences, the oldest first."""
@@ -120,6 +124,9 @@ class Scheduler:
         cached = 0
         if not seq.scores_prompt:  # what is found in the cache has no logits
             cached = seq.pages.match_prefix(seq.tokens)
+            if self._is_promised(seq):
+                seq.pages.release()
+                return None
         if seq.pages.num_missing(seq.length) > self.pool.num_free:
             seq.pages.release()
             return None
@@ -133,6 +140,16 @@ class Scheduler:
         self.running.append(self.waiting.popleft())
         samples = num_tokens == seq.num_uncomputed
         return self._count_scored(Scheduled(seq, seq.num_computed, num_tokens, samples=samples))
+
+    def _is_promised(self, seq: Sequence) -> bool:
+        """Whether to wait, because a running sequence computes much of what this one begins with.
+
+        The n continuations of a prompt then compute it once, and share its pages.
+        """
+        return any(
+            seq.pages.num_promised(seq.tokens, other.pages, other.tokens) >= WORTH_WAITING
+            for other in self.running
+        )
 
     def _preempt(self, seq: Sequence) -> None:
         self.running.remove(seq)

@@ -8,6 +8,7 @@ import torch
 
 from anabranch.keys import KeySource, RaggedKV
 from anabranch.runner.kv_cache import LayerCache
+from anabranch.runner.step_layout import WHOLE, DecodeWay
 
 
 class Entry(NamedTuple):
@@ -25,6 +26,7 @@ class Entry(NamedTuple):
     is_fresh: bool = False  # all keys of these sequences are new: pages need not be read
     causal: bool = True  # False: every token sees all of these keys, which come before it
     tree_mask: torch.Tensor | None = None  # bool [num_tokens, width], for drafts that form a tree
+    way: DecodeWay = WHOLE  # how these sequences attend in layers without a window
 
     def keys(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> KeySource:
         """The keys of these sequences, given the step's new ones.

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from anabranch.runner.step_layout import Scorer
+from anabranch.runner.step_layout import WHOLE, DecodeWay, Scorer
 
 WARM_UPS = 2  # the first compiles kernels, the second sees them compiled
 Progress = Callable[[str, int, int], None]  # what, done, of
-Key = TypeVar("Key", bound=tuple[int, ...])
+Key = TypeVar("Key", bound=tuple[int | DecodeWay, ...])
 Forward = Callable[[], torch.Tensor]
 
 
@@ -20,6 +20,7 @@ class GraphKey(NamedTuple):
 
     q_len: int  # tokens of a sequence
     batch: int  # sequences
+    way: DecodeWay = WHOLE
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +59,9 @@ class Graphs(Generic[Key]):
 
     def __len__(self) -> int:
         return len(self._graphs)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._graphs)
 
     def __contains__(self, key: Key) -> bool:
         return key in self._graphs

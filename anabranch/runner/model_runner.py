@@ -17,8 +17,9 @@ from anabranch.runner.graphs import Forward, GraphKey, Graphs, Progress, PromptK
 from anabranch.runner.kv_cache import LayerCache
 from anabranch.runner.model_attention import Layers, bind_layers, running
 from anabranch.runner.step import Step
+from anabranch.runner.step_choice import StepChoice, fitting_key
 from anabranch.runner.step_inputs import StepInputs
-from anabranch.runner.step_layout import SHORT, Scorer, StepLayout, lay_out
+from anabranch.runner.step_layout import SHORT, WHOLE, DecodeWay, Scorer, StepLayout, lay_out
 from anabranch.runner.step_work import StepWork
 from anabranch.sequences.scheduled import Scheduled
 
@@ -47,8 +48,10 @@ class ModelRunner:
         *,
         fused_merge: bool = True,
         dealt: DealtPages | None = None,
+        choice: StepChoice | None = None,
     ) -> None:
         self.model = model
+        self.choice = choice or StepChoice()
         self._fused_merge = fused_merge
         self.scorer = scorer
         self.page_size = caches[0].k.shape[1] * (dealt.ranks.num_ranks if dealt else 1)
@@ -71,9 +74,10 @@ class ModelRunner:
 
     def prepare(self, step: Sequence[Scheduled]) -> StepWork:
         """What has to be run, in a form that every rank can run."""
-        key = self._graph_key(step)
+        way = self.choice.way(step)
+        key = self._graph_key(step, way)
         layout = self._lay_out(step, every_row=key is not None)
-        return StepWork(layout, key or self._prompt_key(step))
+        return StepWork(layout, key or self._prompt_key(step), way)
 
     @torch.inference_mode()
     def execute(self, work: StepWork) -> StepLogits:
@@ -90,15 +94,17 @@ class ModelRunner:
             self._load(self._inputs[-1], layout, key.num_tokens, 1)
             rows = self.prompt_graphs.replay(key)[: len(layout.logit_rows)]
             return StepLogits(rows, None, True)
-        return StepLogits(self._call(layout), None, False)
+        return StepLogits(self._call(layout, work.way), None, False)
 
-    def _call(self, layout: StepLayout) -> torch.Tensor:
+    def _call(self, layout: StepLayout, way: DecodeWay) -> torch.Tensor:
         """Call the model, for a step that no graph fits."""
         inputs = self._fitting(layout)
         self._load(inputs, layout, layout.num_tokens, layout.num_seqs)
         short = self._short(layout)
         is_fresh = layout.is_fresh(short[1] if short else 0)
-        attending = inputs.step(layout.num_tokens, layout.num_seqs, short, is_fresh=is_fresh)
+        attending = inputs.step(
+            layout.num_tokens, layout.num_seqs, short, is_fresh=is_fresh, way=way
+        )
         attending.host_lens = layout.lens()
         if self._dealt is not None:
             longest = int(np.diff(layout.cu_seqlens).max())
@@ -113,7 +119,8 @@ class ModelRunner:
 
     def _lay_out(self, step: Sequence[Scheduled], *, every_row: bool) -> StepLayout:
         width = self._unseen.shape[1]
-        return lay_out(step, self.scorer, self.page_size, width, every_row)
+        short = self.choice.most_short
+        return lay_out(step, self.scorer, self.page_size, width, every_row, short)
 
     def _fitting(self, layout: StepLayout) -> StepInputs:
         return next(
@@ -123,8 +130,8 @@ class ModelRunner:
         )
 
     def _short(self, layout: StepLayout) -> tuple[int, int] | None:
-        """On a GPU, decodes among prefills are attended to with tiles of their own."""
-        return layout.short if self._unseen.is_cuda else None
+        """Decodes among prefills are attended to apart: on a GPU with tiles of their own."""
+        return layout.short if self._unseen.is_cuda or self.choice.sparse else None
 
     def forward(
         self,
@@ -135,6 +142,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits of these rows, or, for 0, of every token; all on the device."""
         step.fused_merge = self._fused_merge
+        self.choice.equip(step)
         with running(self._slot, step):
             outputs = self.model(
                 input_ids=ids[None],
@@ -173,7 +181,7 @@ class ModelRunner:
     def _inert(self, key: GraphKey) -> Forward:
         num_tokens, num_seqs = key.num_tokens, key.num_seqs(self.scorer)
         self._inputs[0].load(self._lay_out([], every_row=True), num_tokens, num_seqs)
-        return partial(self._captured, num_tokens, num_seqs)
+        return partial(self._captured, num_tokens, num_seqs, key)
 
     @torch.inference_mode()
     def capture_prompts(self, sizes: Sequence[PromptKey], progress: Progress | None = None) -> None:
@@ -191,10 +199,16 @@ class ModelRunner:
         return self._forward(inputs, step, num_tokens, inputs.logit_rows(1))
 
     def _even_step(
-        self, inputs: StepInputs, num_tokens: int, num_seqs: int, *, is_fresh: bool = False
+        self,
+        inputs: StepInputs,
+        num_tokens: int,
+        num_seqs: int,
+        *,
+        is_fresh: bool = False,
+        way: DecodeWay = WHOLE,
     ) -> Step:
         """A step whose sequences all run equally many tokens, as graphs have them."""
-        step = inputs.step(num_tokens, num_seqs, is_fresh=is_fresh)
+        step = inputs.step(num_tokens, num_seqs, is_fresh=is_fresh, way=way)
         return step if self._dealt is None else self._dealt.step(step, num_tokens // num_seqs)
 
     @torch.inference_mode()
@@ -210,19 +224,18 @@ class ModelRunner:
                 step = self._even_step(inputs, key.num_tokens, key.batch, is_fresh=is_fresh)
                 self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
 
-    def _captured(self, num_tokens: int, num_seqs: int) -> torch.Tensor:
+    def _captured(self, num_tokens: int, num_seqs: int, key: GraphKey) -> torch.Tensor:
         inputs = self._inputs[0]
-        step = self._even_step(inputs, num_tokens, num_seqs)
+        step = self._even_step(inputs, num_tokens, num_seqs, way=key.way)
         return self._forward(inputs, step, num_tokens, 0)
 
-    def _graph_key(self, step: Sequence[Scheduled]) -> GraphKey | None:
+    def _graph_key(self, step: Sequence[Scheduled], way: DecodeWay) -> GraphKey | None:
         lengths = {run.num_tokens for run in step}
         if len(lengths) != 1 or not all(run.samples for run in step):
             return None
         if any(run.scores_prompt for run in step):
             return None
-        q_len, batch = lengths.pop(), len(step)
-        return self.graphs.fitting(lambda key: key.q_len == q_len and key.batch >= batch)
+        return fitting_key(self.graphs, lengths.pop(), len(step), way)
 
     def _prompt_key(self, step: Sequence[Scheduled]) -> PromptKey | None:
         """The smallest graph for a step of one prompt, of which one row is wanted at most."""

@@ -10,13 +10,16 @@ import torch
 
 from anabranch.append import append_kv
 from anabranch.attend import attend
+from anabranch.cascade import MIN_SAVED_KEYS, Cascade, attend_cascade, make_cascade
 from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
-from anabranch.keys import KeySource
+from anabranch.keys import KeySource, PagedKV
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
 from anabranch.runner.entry import Entry
 from anabranch.runner.host_lens import HostLens
 from anabranch.runner.kv_cache import LayerCache
+from anabranch.runner.sparse_decode import SparseDecode
+from anabranch.runner.step_layout import WHOLE
 from anabranch.state import AttentionState
 
 
@@ -34,14 +37,23 @@ class Step:
     """Packed tokens of a batch, in entries that follow each other.
 
     States of entries over the same tokens are merged: a cascade is an entry for the shared prefix
-    and one for what follows it. The first layer of a kind makes the plans that the others share.
+    and one for what follows it. In layers without a window, an entry is cut into such parts on the
+    device if its way has levels, and attends to some of its pages if that selects. The first layer
+    of a kind makes the plans that the others share.
     """
 
     entries: list[Entry]
     slot_mapping: torch.Tensor  # int64 [num_tokens], negative for tokens that are not kept
     fused_merge: bool = True
+    min_saved_keys: int = MIN_SAVED_KEYS  # for which a prefix is attended to once for its group
+    sparse: SparseDecode | None = None  # what chooses pages for entries that select
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict[tuple[object, ...], Plan])
-
+    _cascades: dict[tuple[object, ...], Cascade] = field(
+        default_factory=dict[tuple[object, ...], Cascade]
+    )
+    _chosen: dict[tuple[object, ...], PagedKV] = field(
+        default_factory=dict[tuple[object, ...], PagedKV]
+    )
     _in_place: dict[tuple[object, ...], bool] = field(
         default_factory=dict[tuple[object, ...], bool]
     )
@@ -67,21 +79,28 @@ class Step:
     ) -> torch.Tensor:
         """Keep the new keys, and attend from the new tokens to the keys of their entries."""
         first = self.entries[0]
-        if self._reads_pages(q, k, v, cache, softcap, sinks):
+        is_whole = window is not None or first.way == WHOLE
+        if is_whole and self._reads_pages(q, k, v, cache, softcap, sinks):
             keys = cache.keys(first.page_table, first.seq_lens)
             new = NewKeys(k, v, self.slot_mapping, cache.saturated)
-            return attend_pages(
+            out = attend_pages(
                 q, keys, first.cu_seqlens_q, causal=True, window=window, scale=scale, new=new
             ).out
+            self._observe(cache, window)
+            return out
         kept = cache.keys(first.page_table, first.seq_lens)
         append_kv(kept, k, v, self.slot_mapping, saturated=cache.saturated)
+        self._observe(cache, window)
         outs: list[torch.Tensor] = []
         for _, places in groupby(range(len(self.entries)), lambda i: self.entries[i].tokens):
             states: list[AttentionState] = []
             for place in places:  # a sink is a key, to be seen once
                 rules = LayerRules(scale, window, softcap, None if states else sinks)
                 keys = self.entries[place].keys(k, v, cache)
-                states.append(self._state(q, place, keys, rules))
+                if self.entries[place].way.selects and window is None:
+                    states.append(self._sparse_state(q, place, keys, rules, cache))
+                else:
+                    states.append(self._state(q, place, keys, rules))
             outs.append(states[0].out if len(states) == 1 else merge(*states, with_lse=False))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
@@ -124,6 +143,8 @@ class Step:
         entry = self.entries[place]
         if rules.window is not None and not entry.causal:
             raise ValueError(f"an entry of earlier keys has no window, got {rules.window}")
+        if entry.way.levels and rules.window is None:
+            return self._cascade_state(q[entry.tokens], place, keys, rules)
         return attend(
             q[entry.tokens],
             keys,
@@ -137,14 +158,62 @@ class Step:
             plan=self._plan(q, place, keys, rules.window),
         )
 
+    def _observe(self, cache: LayerCache, window: int | None) -> None:
+        if self.sparse is not None and window is None:
+            self.sparse.observe(cache, self.slot_mapping)
+
+    def _sparse_state(
+        self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules, cache: LayerCache
+    ) -> AttentionState:
+        """Attention of one entry to the pages that are chosen; sinks are merged afterwards."""
+        assert self.sparse is not None
+        tokens = q[self.entries[place].tokens]
+        kind = (place, "selects", *_shapes(q, keys))
+        before, plan = self._chosen.get(kind), self._plans.get(kind)
+        chosen, source = self.sparse.choose(tokens, cast("PagedKV", keys), cache, before)
+        self._chosen[kind] = source
+        if plan is None and q.device.type != "cpu":
+            plan = self._plans[kind] = make_plan(chosen, source, fused_merge=self.fused_merge)
+        found = attend(chosen, source, softcap=rules.softcap, scale=rules.scale, plan=plan)
+        shape = tokens.shape[:2]
+        state = AttentionState(*(x.reshape(*shape, *x.shape[2:]) for x in found))
+        if rules.sinks is None:
+            return state
+        return merge(state, AttentionState.sink(rules.sinks, state), out=state)
+
+    def _cascade_state(
+        self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules
+    ) -> AttentionState:
+        """Attention of one entry, with leading pages read once for all that share them."""
+        entry, paged = self.entries[place], cast("PagedKV", keys)
+        kind = (place, *_shapes(q, keys))
+        cascade = self._cascades.get(kind)
+        if cascade is None:
+            cascade = self._cascades[kind] = make_cascade(
+                q,
+                paged,
+                cu_seqlens_q=entry.cu_seqlens_q,
+                tree_mask=entry.tree_mask,
+                levels=entry.way.levels,
+                min_saved_keys=self.min_saved_keys,
+            )
+        return attend_cascade(
+            q,
+            paged,
+            cascade,
+            softcap=rules.softcap,
+            scale=rules.scale,
+            sinks=rules.sinks,
+            tree_mask=entry.tree_mask,
+        )
+
     def _plan(
         self, q: torch.Tensor, place: int, keys: KeySource, window: int | None
     ) -> Plan | None:
         """The plan of an entry, which layers of the same shapes and window share."""
         if q.device.type == "cpu":
             return None
-        shapes = (q.shape[1:], q.dtype, keys.num_kv_heads, keys.head_dim_k, keys.head_dim_v)
-        kind = (place, window, *shapes)
+        kind = (place, window, *_shapes(q, keys))
         plan = self._plans.get(kind)
         if plan is None:
             entry = self.entries[place]
@@ -159,3 +228,8 @@ class Step:
             )
             self._plans[kind] = plan
         return plan
+
+
+def _shapes(q: torch.Tensor, keys: KeySource) -> tuple[object, ...]:
+    """What layers that share a plan have in common."""
+    return q.shape[1:], q.dtype, keys.num_kv_heads, keys.head_dim_k, keys.head_dim_v

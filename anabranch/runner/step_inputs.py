@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from anabranch.runner.entry import Entry
 from anabranch.runner.fixed_arrays import FixedArrays
 from anabranch.runner.step import Step
-from anabranch.runner.step_layout import StepLayout
+from anabranch.runner.step_layout import WHOLE, DecodeWay, StepLayout
 
 INT32 = ("cu_seqlens", "cu_long", "seq_lens", "long_lens")
 ALIGNED = 4  # every row of the page table begins at 16 bytes: kernels are compiled for that
@@ -86,10 +86,12 @@ class StepInputs:
         short: tuple[int, int] | None = None,
         *,
         is_fresh: bool = False,
+        way: DecodeWay = WHOLE,
     ) -> Step:
         """What attention reads; `short` tokens and sequences in front get an entry of their own.
 
-        With `is_fresh`, all keys of the last entry's sequences are new.
+        With `is_fresh`, all keys of the last entry's sequences are new. The first entry attends
+        in a `way` of its own.
         """
         views = self._arrays.tensors
         bounds, starts = [0, num_tokens], [0, num_seqs]
@@ -103,6 +105,7 @@ class StepInputs:
                 views["long_lens" if i else "seq_lens"][: starts[i + 1] - starts[i]],
                 views["pages"][starts[i] : starts[i + 1], : self._num_pages],
                 is_fresh and i == len(bounds) - 2,
+                way=WHOLE if i or (is_fresh and len(bounds) == 2) else way,
             )
             for i in range(len(bounds) - 1)
         ]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,16 @@ from anabranch.sequences.scheduled import Scheduled
 
 Ints = NDArray[np.int64]
 SHORT = 32  # queries of a sequence up to which it is attended to like a decode
+
+
+class DecodeWay(NamedTuple):
+    """How sequences with few queries attend to their keys."""
+
+    levels: int = 0  # in which they may share leading pages, read once; 0 reads all of each
+    selects: bool = False  # to some pages of long contexts
+
+
+WHOLE = DecodeWay()  # each sequence to all of its keys
 
 
 class Scorer(StrEnum):
@@ -70,13 +81,18 @@ class StepLayout:
         return np.array_equal(self.seq_lens[first:], np.diff(self.cu_seqlens)[first:])
 
 
-def short_first(step: list[Scheduled]) -> list[Scheduled]:
+def short_first(step: list[Scheduled], short: int = SHORT) -> list[Scheduled]:
     """Sequences with few queries before the others, as attention wants them."""
-    return sorted(step, key=lambda run: run.num_tokens > SHORT)
+    return sorted(step, key=lambda run: run.num_tokens > short)
 
 
 def lay_out(
-    step: Sequence[Scheduled], scorer: Scorer, page_size: int, table_width: int, every_row: bool
+    step: Sequence[Scheduled],
+    scorer: Scorer,
+    page_size: int,
+    table_width: int,
+    every_row: bool,
+    most_short: int = SHORT,
 ) -> StepLayout:
     """Arrays of a step, short sequences first. `every_row` asks for the logits of every token."""
     bounds = np.cumsum([0, *(run.num_tokens for run in step)])
@@ -92,7 +108,7 @@ def lay_out(
         rows.append(_logit_rows(run, start, every_row))
     cu_seqlens, seq_lens, pages = _sequences(step, bounds, scorer)
     logit_rows = np.concatenate(rows) if rows else np.empty(0, np.int64)
-    short = np.diff(cu_seqlens) <= SHORT
+    short = np.diff(cu_seqlens) <= most_short
     num_short = int(short.sum()) if not np.diff(short.astype(np.int8)).clip(0).any() else 0
     return StepLayout(
         ids, sources, positions, slots, cu_seqlens, seq_lens, pages, logit_rows, num_short

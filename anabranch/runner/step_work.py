@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from anabranch.runner.graphs import GraphKey, PromptKey
-from anabranch.runner.step_layout import StepLayout
+from anabranch.runner.step_layout import WHOLE, DecodeWay, StepLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +14,7 @@ class StepWork:
 
     layout: StepLayout
     key: GraphKey | PromptKey | None  # None: no graph fits, the model is called
+    way: DecodeWay = WHOLE
 
     @property
     def reads_unseen(self) -> bool:

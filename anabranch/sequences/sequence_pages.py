@@ -49,6 +49,25 @@ class SequencePages:
             self._num_drafted += 1
         return len(self.pages) * self.page_size
 
+    def num_promised(
+        self, tokens: Sequence[int], other: SequencePages, theirs: Sequence[int]
+    ) -> int:
+        """How many tokens after those that were matched another sequence is yet to compute.
+
+        tokens, theirs  of this sequence and the other
+        """
+        index, size = len(self.pages), self.page_size
+        start, room = index * size, min(len(tokens) - 1, len(theirs))
+        if other._num_findable > index or start + size > room or other.root != self.root:
+            return 0
+        if len(other._digests) < index or self._digest(tokens, index) != other._digest(
+            theirs, index
+        ):
+            return 0
+        pairs = zip(tokens[start:room], theirs[start:room], strict=True)
+        differs = next((i for i, (a, b) in enumerate(pairs) if a != b), room - start)
+        return differs // size * size
+
     @property
     def num_drafted(self) -> int:
         """Tokens at the front whose pages hold the draft model's keys as well."""

@@ -15,6 +15,7 @@ from headlines import headline_section
 from hopper_table import hopper_section
 
 from anabranch.bench.cases import BENCHES
+from anabranch.bench.grids import COMPOSITIONS
 from anabranch.bench.results import Results, Row
 from anabranch.bench.table import make_table
 
@@ -25,7 +26,7 @@ TABLE_GROUPS = {"table", "models", "cpu"}  # the others are plotted
 def newest_results(root: Path) -> dict[str, Results]:
     """The latest results of each attention benchmark, of a GPU rather than of a CPU."""
     found = [Results.load(path) for path in sorted(root.glob("benchmarks/results/*.json"))]
-    found = [results for results in found if results.header.bench in BENCHES]
+    found = [x for x in found if x.header.bench in (*BENCHES, *COMPOSITIONS)]
     found.sort(key=lambda x: (not x.header.device.startswith("CPU"), x.header.date))
     return {results.header.bench: results for results in found}
 

@@ -138,11 +138,41 @@ def _soak(results: dict[str, Any]) -> Table:
     return title, [*columns, health, "memory, first / second half, MiB"], lines
 
 
+def _ways(results: dict[str, Any]) -> Table:
+    off, options = results["rows"][0]["ms_a_step"], results["options"]
+    lines = [
+        [row["name"], f"{row['ms_a_step']:.2f}", f"{off / row['ms_a_step']:.2f}x"]
+        for row in results["rows"]
+    ]
+    shared = f"{options['shared']} shared and " if options["shared"] else ""
+    kept = f", {options['keep']} kept" if options["way"] == "sparse" else ""
+    title = (
+        f"**Decode steps, {options['way']}**, {options['model']}, {options['batch']} sequences of "
+        f"{shared}{options['own']} own tokens{kept}:"
+    )
+    return title, ["", "ms a step", "speed"], lines
+
+
+def _accuracy(results: dict[str, Any]) -> Table:
+    lines = [
+        [row["method"], str(row["keep"]), f"{row['same_token']:.0%}", f"{row['perplexity']:.2f}"]
+        for row in results["rows"]
+    ]
+    options, positions = results["options"], results["rows"][0]["positions"]
+    title = (
+        f"**Accuracy of sparse decoding**, {options['model']}, {positions} positions in the second "
+        f"half of {options['context']} tokens of this repository's documents:"
+    )
+    return title, ["method", "keys kept", "same next token as dense", "perplexity"], lines
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
     "engine/*latency": _latency,
     "engine/*draft": _latency,
     "engine/*scorers": _scorers,
     "engine/*throughput": _throughput,
+    "engine/*-ways": _ways,
+    "engine/*sparse-accuracy": _accuracy,
     "serve/*merge": _serve,
     "serve/*scorers": _serve,
     "engine/cpu": _cpu,

@@ -79,6 +79,36 @@ FIGURES = (
         fixed={"num_seqs": 8},
     ),
     Figure(
+        "sparse-context",
+        "Lists of 640 keys, 1 sequence, 32/8 heads of 128, bfloat16",
+        *("sparse", "context", "seq_len", "context, keys"),
+        panels=(TIME,),
+    ),
+    Figure(
+        "sparse-kept",
+        "Lists of 32768 keys, 1 sequence, 32/8 heads of 128, bfloat16",
+        *("sparse", "kept", "kept", "keys of a list"),
+        panels=(TIME,),
+    ),
+    Figure(
+        "cascade-shared",
+        "Decode, 64 sequences with a common prefix and 256 keys of their own, bfloat16",
+        *("cascade", "shared", "shared", "keys of the prefix"),
+        panels=(TIME,),
+    ),
+    Figure(
+        "cascade-batch",
+        "Decode, a common prefix of 8192 keys and 256 of their own, bfloat16",
+        *("cascade", "batch", "num_seqs", "sequences"),
+        panels=(TIME,),
+    ),
+    Figure(
+        "tree-nodes",
+        "Trees after 8192 keys, 8 sequences, 32/8 heads of 128, bfloat16",
+        *("tree", "nodes", "nodes", "nodes of a tree"),
+        panels=(TIME,),
+    ),
+    Figure(
         "prefill-context",
         "Causal prefill, 1 sequence, 32/8 heads of 128, bfloat16",
         *("prefill", "context", "seq_len", "prompt, tokens"),

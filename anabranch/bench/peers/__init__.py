@@ -13,14 +13,15 @@ from anabranch.bench.peers import flash_attention3, flashinfer_attention, torch_
 
 def implementations(bench: str, device: str) -> list[Implementation]:
     """The peers of a benchmark."""
-    if bench == "merge":
-        found = [Implementation("FlashInfer", "peer", flashinfer_attention.merge)]
-        return found if device == "cuda" else []
     if device == "cpu":
-        return [Implementation("SDPA contiguous", "peer", torch_attention.attend)]
-    cudnn = partial(torch_attention.attend_forced, "CUDNN_ATTENTION")
+        attend = Implementation("SDPA contiguous", "peer", torch_attention.attend)
+        return [] if bench == "merge" else [attend]
+    if bench == "merge":
+        return [Implementation("FlashInfer", "peer", flashinfer_attention.merge)]
+    cudnn, flash2 = (
+        partial(torch_attention.attend_forced, f"{name}_ATTENTION") for name in ("CUDNN", "FLASH")
+    )
     if bench == "prefill":
-        flash2 = partial(torch_attention.attend_forced, "FLASH_ATTENTION")
         return [
             Implementation("FA3", "peer", flash_attention3.attend_ragged),
             Implementation("FA3 paged", "peer", flash_attention3.attend_paged),

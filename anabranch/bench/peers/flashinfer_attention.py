@@ -31,13 +31,12 @@ def merge(inputs: MergeInputs) -> Prepared:
 
 
 def attend(inputs: AttendInputs) -> Prepared:
-    """Decode on tensor cores for one query, append for more: one compiled module serves both."""
+    """Keys through a page table."""
     case = inputs.case
     # Every head dim and every window is another compilation of half a minute.
     require(case.head_dim == case.head_dim_v == 128, "compiled for head dim 128 only")
     require(case.window is None, "compiled without a window only")
-    library = import_peer("flashinfer")
-    wrapper, make_plan = (_decode if case.q_len == 1 else _append)(library, inputs)
+    wrapper, make_plan = _planned(import_peer("flashinfer"), inputs)
     make_plan()
     calls = [
         partial(wrapper.run, q, (keys.k, keys.v), out=torch.empty_like(q))
@@ -60,38 +59,21 @@ def _table(inputs: AttendInputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     return indptr * table.shape[1], table.flatten(), lasts
 
 
-def _decode(library: Any, inputs: AttendInputs) -> tuple[Any, partial[Any]]:
-    indptr, indices, lasts = table = _table(inputs)
-    wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
-        _workspace(),
-        use_cuda_graph=True,
-        use_tensor_cores=True,
-        paged_kv_indptr_buffer=indptr.clone(),
-        paged_kv_indices_buffer=indices.clone(),
-        paged_kv_last_page_len_buffer=lasts.clone(),
-        backend="fa2",
-    )
-    return wrapper, partial(
-        wrapper.plan, *table, *_shape(inputs), q_data_type=DTYPES[inputs.case.dtype]
-    )
-
-
-def _append(library: Any, inputs: AttendInputs) -> tuple[Any, partial[Any]]:
-    indptr, indices, lasts = table = _table(inputs)
-    starts = inputs.cu_seqlens_q
+def _planned(library: Any, inputs: AttendInputs) -> tuple[Any, partial[Any]]:
+    """Decode on tensor cores for one query, append for more: one compiled module serves both."""
+    table, decodes, starts = _table(inputs), inputs.case.q_len == 1, inputs.cu_seqlens_q
+    suffix, names = "buffer" if decodes else "buf", ("indptr", "indices", "last_page_len")
+    options: dict[str, Any] = {"use_cuda_graph": True, "backend": "fa2"}
+    for name, tensor in zip(names, table, strict=True):
+        options[f"paged_kv_{name}_{suffix}"] = tensor.clone()
+    case, dtype = inputs.case, DTYPES[inputs.case.dtype]
+    shape = (case.num_heads, case.num_kv_heads, case.head_dim, case.page_size)
+    if decodes:
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(
+            _workspace(), use_tensor_cores=True, **options
+        )
+        return wrapper, partial(wrapper.plan, *table, *shape, q_data_type=dtype)
     wrapper = library.BatchPrefillWithPagedKVCacheWrapper(
-        _workspace(),
-        use_cuda_graph=True,
-        qo_indptr_buf=starts.clone(),
-        paged_kv_indptr_buf=indptr.clone(),
-        paged_kv_indices_buf=indices.clone(),
-        paged_kv_last_page_len_buf=lasts.clone(),
-        backend="fa2",
+        _workspace(), qo_indptr_buf=starts.clone(), **options
     )
-    options: dict[str, Any] = {"causal": True, "q_data_type": DTYPES[inputs.case.dtype]}
-    return wrapper, partial(wrapper.plan, starts, *table, *_shape(inputs), **options)
-
-
-def _shape(inputs: AttendInputs) -> tuple[int, ...]:
-    case = inputs.case
-    return case.num_heads, case.num_kv_heads, case.head_dim, case.page_size
+    return wrapper, partial(wrapper.plan, starts, *table, *shape, causal=True, q_data_type=dtype)
