@@ -3,6 +3,7 @@
     python benchmarks/latent.py --peers SITE        # SITE holds vLLM's _flashmla_C.abi3.so
     python benchmarks/latent.py --only formats
     python benchmarks/latent.py --tune              # other tiles in the place of the selected ones
+    python benchmarks/latent.py --out FILE          # also write the rows, and what they hold for
 
 Implementations of a case take turns, so that clocks and temperature are the same for all. Each is
 checked against float32 on one sequence before it is timed. Prints a line of JSON for each.
@@ -12,12 +13,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import torch
+import triton
 
 import anabranch as ab
 from anabranch.bench.timing import event_us
@@ -64,15 +69,13 @@ LATENT = [
 ]
 TILES = {
     16: [
-        AttendConfig(16, 64, 4, 2, 1, keys_first=True, merge_batch=4, whole_rows=2048),
-        AttendConfig(16, 64, 8, 2, 1, keys_first=True, merge_batch=4, whole_rows=2048),
-        AttendConfig(16, 32, 4, 4, 1, keys_first=True, merge_batch=4, whole_rows=2048),
+        AttendConfig(16, 32, 4, 3, 2, keys_first=True, merge_batch=4, whole_rows=2048),
+        AttendConfig(16, 32, 4, 3, 2, lazy_peak=True, merge_batch=4, whole_rows=2048),
         AttendConfig(16, 64, 4, 2, 1, merge_batch=4, whole_rows=2048),
     ],
     64: [
-        AttendConfig(64, 32, 8, 2, 1, merge_batch=4, whole_rows=2048),
-        AttendConfig(64, 32, 8, 3, 1, merge_batch=4, whole_rows=2048),
-        AttendConfig(64, 64, 8, 2, 1, keys_first=True, merge_batch=4, whole_rows=2048),
+        AttendConfig(64, 64, 8, 2, 1, merge_rows=16, merge_batch=4, whole_rows=2048),
+        AttendConfig(64, 32, 8, 3, 1, merge_rows=16, merge_batch=4, whole_rows=2048),
         AttendConfig(32, 32, 8, 3, 1, keys_first=True, merge_batch=4, whole_rows=2048),
     ],
 }
@@ -82,12 +85,9 @@ LATENT_TILES = [
     LatentTiles(aligned_growth=0),
 ]
 DECODING = [
-    AttendConfig(16, 64, 4, 3, 2, keys_first=True),
-    AttendConfig(16, 64, 4, 4, 2, keys_first=True),
-    AttendConfig(16, 64, 4, 3, 2),
-    AttendConfig(16, 32, 4, 4, 3, max_registers=160),
-    AttendConfig(16, 128, 4, 4, 2),
-    AttendConfig(16, 128, 8, 3, 1),
+    AttendConfig(16, 64, 4, 3, 4, keys_first=True, max_registers=128),
+    AttendConfig(16, 64, 4, 4, 3, keys_first=True, max_registers=168),
+    AttendConfig(16, 128, 4, 3, 2, keys_first=True),
 ]
 
 
@@ -120,6 +120,7 @@ def latent_calls(case: LatentCase, tune: bool, peer: bool) -> dict[str, list[Cal
         for config in tiles_of(case) if tune else ():
             name = f"{config.block_m} x {config.block_n}, {config.num_warps} warps, "
             name += f"{config.num_stages} stages{', keys first' if config.keys_first else ''}"
+            name += ", lazy peak" if config.lazy_peak else ""
             calls.setdefault(name, []).append(planned(q, keys, config, "triton"))
         if peer:
             calls.setdefault("FlashMLA", []).append(flashmla(q, cache, lengths, table))
@@ -167,7 +168,7 @@ def format_calls(tune: bool) -> dict[str, list[Call]]:
         calls[name] = [planned(q, keys)]
         for config in DECODING if tune and name != "plain" else ():
             kind = f"{name}, 16 x {config.block_n}, {config.num_warps} warps, "
-            kind += f"{config.num_stages} stages{', keys first' if config.keys_first else ''}"
+            kind += f"{config.num_stages} stages, {config.workers_per_sm} workers"
             calls[kind] = [planned(q, keys, config)]
         check(
             {kind: x for kind, x in calls.items() if kind.split(",")[0] == name}, keys, q[:, None]
@@ -229,18 +230,39 @@ def rows(only: str | None, tune: bool, peer: bool) -> Iterator[dict[str, object]
             yield {"case": "B64 L8192 32/8", "format": name, "us": round(us, 1), "time": of_plain}
 
 
+def header() -> dict[str, str]:
+    """What the rows hold for."""
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return {
+        "commit": os.environ.get("ANABRANCH_COMMIT") or commit.stdout.strip(),
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "timing": "CUDA graphs replayed in turn, medians, microseconds a call, bfloat16",
+    }
+
+
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", type=Path, help="folder with _flashmla_C.abi3.so")
     parser.add_argument("--only", choices=["latent", "formats"])
     parser.add_argument("--tune", action="store_true", help="also time other tiles")
+    parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
     if options.peers:
         torch.ops.load_library(str(options.peers / "_flashmla_C.abi3.so"))
-    print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}))
+    print(json.dumps(header()))
+    found: list[dict[str, object]] = []
     for row in rows(options.only, options.tune, options.peers is not None):
         print(json.dumps(row), flush=True)
+        found.append(row)
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps({"header": header(), "rows": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ from anabranch.kernels.gluon.order import order, order_size
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
 from anabranch.kernels.triton.choose_pages import choose_pages, renew_bounds
+from anabranch.kernels.triton.code_words import in_words
 from anabranch.kernels.triton.constants import AttendProgram, attend_program
 from anabranch.kernels.triton.draft_tree import make_draft_tree
 from anabranch.kernels.triton.expert_order import order_experts
@@ -89,12 +90,23 @@ def launch_attend(
 
 
 def launch_stored(
-    rows: int, format_name: str, shared_memory: int, *, latent: bool, one_tile: bool = True
+    rows: int,
+    format_name: str,
+    shared_memory: int,
+    *,
+    latent: bool,
+    one_tile: bool = True,
+    head_dim: int = 128,
+    page_size: int = 16,
+    packed: bool = False,
 ) -> None:
-    """Decode over latent rows or pages of 32/8 heads in a format, in the tiles selected for it."""
-    dims, num_kv_heads = ((576, 512), 1) if latent else ((128, 128), 8)
+    """Decode over latent rows or pages of 8 heads in a format, in the tiles selected for it.
+
+    `packed` is True for NVIDIA's GPUs, as in a plan.
+    """
+    dims, num_kv_heads = ((576, 512), 1) if latent else ((head_dim, head_dim), 8)
     stores = [
-        empty_store(format_name, (64, 16, num_kv_heads, dim), BRAIN, torch.device("meta"))
+        empty_store(format_name, (64, page_size, num_kv_heads, dim), BRAIN, torch.device("meta"))
         for dim in dims
     ]
     (k, k_scales), (v, v_scales) = stores
@@ -106,15 +118,17 @@ def launch_stored(
     view = keys.view()
     config = select_attend(
         rows_per_seq=rows, num_pairs=512, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
-        latent=latent, scaling=view.k.format.scaling,
+        latent=latent, quantised=format_name != "plain",
     )  # fmt: skip
     shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
-    config = fit_shared_memory(config, *shape, per_program=shared_memory, per_sm=shared_memory)
+    halves = in_words(view.k) and not latent
+    room = {"per_program": shared_memory, "per_sm": shared_memory, "code_words": halves}
+    config = fit_shared_memory(config, *shape, **room)
     recent = shared_memory >= 227 * 1024
     program = program_of(
-        config, dims, page_size=16, num_programs=132, group=rows, num_kv_heads=num_kv_heads,
-        k_format=view.k.format, v_format=view.v.format, values_in_keys=view.values_in_keys,
-        overlap=recent, native_fp8=recent,
+        config, dims, page_size=page_size, num_programs=132, group=rows,
+        num_kv_heads=num_kv_heads, k_format=view.k.format, v_format=view.v.format,
+        values_in_keys=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
     )  # fmt: skip
     num_heads = rows * num_kv_heads
     state = AttentionState(meta(64, num_heads, dims[1], dtype=BRAIN), meta(64, num_heads))
@@ -131,8 +145,13 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
         if rows == 64:
             yield f"decode latent, {rows} rows, values copied", partial(call, one_tile=False)
     yield "decode latent q8_0", partial(launch_stored, 16, "q8_0", shared_memory, latent=True)
-    for name in ("fp8", "int8", "q8_0"):
-        yield f"decode {name}", partial(launch_stored, 4, name, shared_memory, latent=False)
+    stored = partial(launch_stored, latent=False, packed=shared_memory > 64 * 1024)
+    for name in ("fp8_tensor", "fp8", "int8", "q8_0"):
+        yield f"decode {name}", partial(stored, 4, name, shared_memory)
+    yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
+    yield "decode int8, pages of 64", partial(stored, 4, "int8", shared_memory, page_size=64)
+    yield "decode int8, 256 dims", partial(stored, 4, "int8", shared_memory, head_dim=256)
+    yield "prefill int8", partial(stored, 128, "int8", shared_memory)
 
 
 def attend_cases(shared_memory: int) -> Iterator[Case]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from configurations import every_attend_config
 
-from anabranch.kernels.config import fit_shared_memory, shared_bytes, split_head_dim
+from anabranch.kernels.config import fit_shared_memory, select_attend, shared_bytes, split_head_dim
 
 HOPPER = {"per_program": 232448, "per_sm": 233472}
 SMALLER = {
@@ -18,6 +18,25 @@ SMALLER = {
 def test_hopper_runs_what_was_tuned_there() -> None:
     for config, (_, _, dims, itemsize) in every_attend_config().items():
         assert fit_shared_memory(config, *dims, itemsize, **HOPPER) == config
+
+
+@pytest.mark.parametrize(("rows", "workers"), [(4, 3), (32, 2), (512, 2)])
+def test_hopper_has_room_for_quantised_keys(rows: int, workers: int) -> None:
+    """Codes under way are bytes, so that three programs fit where two of bfloat16 would."""
+    dims = {"head_dim_k": 128, "head_dim_v": 128, "itemsize": 2}
+    config = select_attend(rows_per_seq=rows, num_pairs=512, **dims, quantised=True)
+    assert config.workers_per_sm == workers
+    assert fit_shared_memory(config, 128, 128, 2, **HOPPER, code_words=True) == config
+    fewer = fit_shared_memory(config, 128, 128, 2, **SMALLER["4090"], code_words=True)
+    assert (fewer.workers_per_sm, fewer.max_registers) == (1, None)
+
+
+@pytest.mark.parametrize("rows", [16, 32, 128])
+@pytest.mark.parametrize("pairs", [1, 64])
+def test_hopper_has_room_for_latent_keys(rows: int, pairs: int) -> None:
+    dims = {"head_dim_k": 576, "head_dim_v": 512, "itemsize": 2}
+    config = select_attend(rows_per_seq=rows, num_pairs=pairs, **dims, latent=True)
+    assert fit_shared_memory(config, 576, 0, 2, **HOPPER) == config
 
 
 @pytest.mark.parametrize("limits", SMALLER.values(), ids=SMALLER)

@@ -63,6 +63,20 @@ def test_widths(dims: tuple[int, int], dtype: torch.dtype, impl: str, device: st
     check(replace(LATENT, dims=dims, dtype=dtype, device=device, **lengths), impl)
 
 
+@pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=GPU)]
+)
+@pytest.mark.parametrize("scale", [0.05, 3.0], ids="scale {}".format)
+@pytest.mark.parametrize("page_size", [8, 16])
+def test_lazy_peak(page_size: int, scale: float, device: str) -> None:
+    """Peaks that are kept and peaks that grow by far more than 8 bits, in one tile or several."""
+    lengths = {"q_lens": (1, 3, 1), "k_lens": (90, 35, 0)}
+    case = replace(LATENT, scale=scale, page_size=page_size, device=device, **lengths)
+    config = replace(MANY_ROWS, lazy_peak=True)
+    check(replace(case, dtype=HALF), "triton", config=config)
+    check(replace(case, sinks=True, window=50), "triton", config=config)
+
+
 @GPU
 @pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("page_size", [1, 16, 64])

@@ -20,7 +20,8 @@ from anabranch import (
     reference,
 )
 from anabranch.kernels.config import AttendConfig
-from anabranch.keys.formats import BLOCK, E4M3, FORMATS, decode, empty_store, encode
+from anabranch.kernels.triton.code_words import in_words
+from anabranch.keys.formats import BLOCK, E4M3, FORMATS, decode, empty_store, encode, encoded_store
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 GPU = pytest.mark.gpu
@@ -78,6 +79,58 @@ def test_tiles(case: Case, config: AttendConfig, name: str, device: str) -> None
     lengths = {"q_lens": (1, 3), "k_lens": (90, 35)}
     case = replace(case, formats=(name, name), dtype=dtype, device=device, **lengths)
     check(replace(case, softcap=5.0), "triton", config)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", QUANTISED)
+@pytest.mark.parametrize("page_size", [8, 64], ids="pages of {}".format)
+def test_words(page_size: int, name: str, device: str) -> None:
+    """Codes loaded four at a time, from tiles of several pages and tiles inside of one."""
+    lengths = {"q_lens": (1, 2, 1, 0), "k_lens": (70, 33, 1, 64)}
+    case = replace(PAGED, dims=(128, 128), num_kv_heads=1, dtype=HALF, **lengths)
+    case = replace(case, formats=(name, name), page_size=page_size, device=device)
+    _, keys, _ = make_inputs(case, 0)
+    assert in_words(keys.view().k)
+    check(case, "triton", FEW_ROWS)
+    case = replace(case, window=20, softcap=5.0 if page_size == 8 else None)
+    check(case, "triton", replace(FEW_ROWS, keys_first=False, lazy_peak=True))
+
+
+def test_codes_that_are_not_in_words() -> None:
+    codes = torch.zeros(4, 8, 2, 128, dtype=torch.int8)
+    scales = torch.ones(4, 8, 2)
+    assert in_words(encoded_store("k", codes, scales))
+    for other in (codes[..., :96], codes[..., 8:72], codes.mT.contiguous().mT, codes[..., :32]):
+        assert not in_words(encoded_store("k", other, scales))
+    assert not in_words(encoded_store("k", codes.float(), None))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", QUANTISED)
+def test_queries_beyond_float16(name: str, device: str) -> None:
+    """Tiles of words are float16, and so are queries: each row of them in a unit of its own."""
+    case = replace(PAGED, formats=(name, name), dtype=BRAIN, device=device, q_lens=(1,) * 5)
+    q, keys, options = make_inputs(replace(case, padding=0), 0)
+    q *= torch.tensor([1e18, 1e-18, 1.0, 1e6, 0.0], dtype=BRAIN, device=device)[:, None, None]
+    for scale in (1e-18, 1.0, 1e18):
+        options["scale"] = scale
+        assert_right(attend(q, keys, impl="triton", **options), q, keys, options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_blocks_beyond_float16_saturate_where_they_are_read(device: str) -> None:
+    """The store keeps ggml's numbers; a tile of them has scales of at most 511."""
+    none = torch.zeros(1, dtype=torch.int32, device=device)
+    k, scales = empty_store("q8_0", (1, 8, 1, 64), BRAIN, torch.device(device))
+    v, v_scales = k.clone(), scales.clone()
+    keys = PagedKV(k, v, none[:, None], none + 1, scales, v_scales, BRAIN)
+    rows = torch.full((1, 1, 64), 1e5, dtype=BRAIN, device=device)
+    rows[..., 32:] = -3.0
+    append_kv(keys, rows, rows, none.long())
+    assert v_scales[0, 0, 0, 0] > 511
+    out = attend(rows * 1e-9, keys, impl="triton").out.float().cpu()
+    assert ((out[0, 0, :32] - 511 * 127).abs() <= 256).all()  # a step of bfloat16
+    assert torch.equal(out[0, 0, 32:], rows[0, 0, 32:].float().cpu())
 
 
 @GPU
@@ -166,16 +219,17 @@ def test_both_writers_write_the_same_bits(name: str, dtype: torch.dtype, device:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_every_e4m3_code_is_read_as_torch_reads_it(device: str) -> None:
+@pytest.mark.parametrize("dtype", [HALF, SINGLE], ids=str)
+def test_every_e4m3_code_is_read_as_torch_reads_it(dtype: torch.dtype, device: str) -> None:
     """Through attention: a sequence of one key has its value as output."""
     codes = torch.tensor([x if x & 0x7F != 0x7F else 0 for x in range(256)], dtype=torch.uint8)
     v = codes.view(E4M3).view(4, 1, 1, 64).to(device)
     table = torch.arange(4, dtype=torch.int32, device=device)[:, None]
     ones = torch.ones(4, dtype=torch.int32, device=device)
     scales = torch.ones(1, device=device)
-    keys = PagedKV(v, v, table, ones, scales, scales, SINGLE)
-    out = attend(torch.zeros(4, 1, 64, device=device), keys, impl="triton").out
-    assert torch.equal(out[:, 0], v[:, 0, 0].float())
+    keys = PagedKV(v, v, table, ones, scales, scales, dtype)
+    out = attend(torch.zeros(4, 1, 64, dtype=dtype, device=device), keys, impl="triton").out
+    assert torch.equal(out[:, 0], v[:, 0, 0].to(dtype))
 
 
 # The largest error of an element: of its scale's largest number for int8 and Q8_0 (half a step, and

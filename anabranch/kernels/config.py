@@ -40,6 +40,7 @@ class AttendConfig:
     workers_per_sm: int
     keys_first: bool = False  # transposed tiles, for few rows
     values_first: bool = False  # values are copied with the keys, not after the scores
+    lazy_peak: bool = False  # sums are scaled where a logit exceeds the peak by 8 bits, only there
     fan_in: int = 64  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
     merge_batch: int = 8  # parts loaded at a time
@@ -61,16 +62,30 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
 
 
-def shared_bytes(config: AttendConfig, head_dim_k: int, head_dim_v: int, itemsize: int) -> int:
+def shared_bytes(
+    config: AttendConfig,
+    head_dim_k: int,
+    head_dim_v: int,
+    itemsize: int,
+    *,
+    code_words: bool = False,
+) -> int:
     """Shared memory of one program: tiles under way, queries, weights, a little for barriers.
 
-    `head_dim_v` is 0 where values are columns of the keys.
+    `head_dim_v` is 0 where values are columns of the keys: small tiles of these are operands in
+    registers, and have one buffer less than stages. Codes in words are under way as bytes, and one
+    tile is converted at a time.
     """
     dim_k = sum(split_head_dim(head_dim_k))
     dim_v = max(16, power_of_two(head_dim_v)) if head_dim_v else 0
-    tiles = config.num_stages * config.block_n * (dim_k + dim_v)
+    in_registers = not head_dim_v and config.block_m < 64 and config.block_n < 64
+    buffers = max(config.num_stages - in_registers, 1)
+    tiles = itemsize * buffers * config.block_n * (dim_k + dim_v)
+    if code_words:
+        scales = config.num_stages * config.block_n * 16  # of 4 bytes or fewer, for K and V
+        tiles = tiles // itemsize + itemsize * config.block_n * max(dim_k, dim_v) + scales
     weights = config.block_m * config.block_n if config.keys_first else 0
-    return itemsize * (tiles + config.block_m * dim_k + weights) + 1536
+    return tiles + itemsize * (config.block_m * dim_k + weights) + 1536
 
 
 def fit_shared_memory(
@@ -81,10 +96,17 @@ def fit_shared_memory(
     *,
     per_program: int,
     per_sm: int,
+    code_words: bool = False,
 ) -> AttendConfig:
     """The configuration with fewer stages, smaller tiles and fewer workers, as a GPU needs it."""
-    shape = (head_dim_k, head_dim_v, itemsize)
-    while shared_bytes(config, *shape) > per_program:
+    needs = partial(
+        shared_bytes,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        itemsize=itemsize,
+        code_words=code_words,
+    )
+    while needs(config) > per_program:
         if config.num_stages > 2:
             config = replace(config, num_stages=config.num_stages - 1)
         elif config.block_n > 16:
@@ -96,7 +118,9 @@ def fit_shared_memory(
             config = replace(config, block_m=rows, merge_rows=min(config.merge_rows, rows))
         else:
             break
-    workers = min(config.workers_per_sm, per_sm // shared_bytes(config, *shape))
+    workers = min(config.workers_per_sm, per_sm // needs(config))
+    if code_words and workers < config.workers_per_sm:
+        config = replace(config, max_registers=None)
     return replace(config, workers_per_sm=max(workers, 1))
 
 
@@ -109,22 +133,22 @@ def select_attend(
     itemsize: int,
     window: int | None = None,
     latent: bool = False,
-    scaling: str = "none",
+    quantised: bool = False,
 ) -> AttendConfig:
     """Tiles by how many query rows (tokens times group) a sequence has on average.
 
-    `num_pairs` is sequences times kv heads; with `latent`, values are columns of keys; `scaling` is
-    that of the store format whose scales are finer. Microseconds are medians on an H200, bfloat16,
+    `num_pairs` is sequences times kv heads; with `latent`, values are columns of keys; `quantised`
+    where keys, values or both are. Microseconds are medians on an H200, bfloat16,
     32/8 heads of 128 unless said otherwise.
     """
     head_dim = max(head_dim_k, head_dim_v)
     if head_dim > WIDE:
-        return _select_wide(rows_per_seq, itemsize, latent)
+        return _select_wide(rows_per_seq, num_pairs, itemsize, latent)
     if itemsize == 4:
         rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
         return AttendConfig(rows, 32, num_warps=4, num_stages=2, workers_per_sm=1)
-    if scaling != "none" and (rows_per_seq <= 32 or rows_per_seq > 64):
-        return _select_decoding(rows_per_seq, head_dim, scaling)
+    if quantised and (rows_per_seq <= 32 or rows_per_seq > 64):
+        return _select_decoding(rows_per_seq, head_dim)
     if rows_per_seq <= 32:
         return _select_short(16 if rows_per_seq <= 16 else 32, rows_per_seq, num_pairs, head_dim)
     if rows_per_seq <= 64:
@@ -152,11 +176,11 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
     return config(64, 4, 3, 2, **merge, block_price=4)
 
 
-def _select_decoding(rows_per_seq: float, head_dim: int, scaling: str) -> AttendConfig:
-    """Quantised keys: decoding takes issue slots, so tiles have few instructions for each key.
+def _select_decoding(rows_per_seq: float, head_dim: int) -> AttendConfig:
+    """Quantised keys: converting codes takes issue slots, so three workers share a processor.
 
-    A loop over 64 keys of 128 int8 columns has 810 instructions in tiles of 128 keys, 1270 in
-    transposed tiles of 64; at the full speed of memory there is time for 850.
+    64 x 8192, bfloat16 487: fp8 with one scale a tensor 287 (in tiles of 128 keys 328), fp8 320
+    (356), int8 330 (378), Q8_0 340 (393). A fourth worker, with 128 registers: 285, 318, 332, 415.
     """
     if rows_per_seq > 64:
         warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
@@ -165,21 +189,29 @@ def _select_decoding(rows_per_seq: float, head_dim: int, scaling: str) -> Attend
     config = partial(AttendConfig, rows, merge_rows=4, merge_batch=8 if head_dim <= 128 else 4)
     if head_dim > 128:
         return config(32, 4, 3, 2 if rows == 16 else 1)
-    if scaling == "block":
-        return config(64, 4, 3, 2, keys_first=True)
-    return config(128, 4, 3, 2) if rows == 16 else config(64, 4, 3, 2)
+    if rows == 16:
+        return config(64, 4, 3, 3, keys_first=True, max_registers=168)
+    return config(64, 4, 3, 2, keys_first=True)
 
 
-def _select_wide(rows_per_seq: float, itemsize: int, latent: bool) -> AttendConfig:
+def _select_wide(rows_per_seq: float, num_pairs: int, itemsize: int, latent: bool) -> AttendConfig:
     """More than 256 columns: 64 rows with float32 sums of 512 columns fill the registers."""
     merge = {"merge_rows": 4, "merge_batch": 4, "whole_rows": 2048}
     if itemsize == 4:
         return AttendConfig(16, 16, 4, 2, 1, **merge)
+    if rows_per_seq <= 16 and latent:  # 64 x 8192, 16 heads: 165, 167 with a lazy peak
+        return AttendConfig(16, 32, 4, 3, 2, **merge)
     if rows_per_seq <= 16:
-        return AttendConfig(16, 32, 4, 3, 2 if latent else 1, keys_first=True, **merge)
+        return AttendConfig(16, 32, 4, 3, 1, keys_first=True, **merge)
     if rows_per_seq <= 32:
         return AttendConfig(32, 32, 8, 3, 1, keys_first=True, **merge)
-    return AttendConfig(64, 64 if latent else 32, 8, 2, 1, **merge)
+    if not latent:
+        return AttendConfig(64, 32, 8, 2, 1, **merge)
+    # 128 heads, 128 x 4096: 482 against 493 without a lazy peak
+    config = partial(AttendConfig, 64, 64, 8, 2, 1, lazy_peak=True, **{**merge, "merge_rows": 16})
+    if num_pairs <= 8:  # 128 heads, 1 x 8192: 66 against 70 merged 8 at a time, 81 merged 16
+        return config(least_share=4, fan_in=4)
+    return config()
 
 
 def _select_long(rows_per_seq: float, head_dim: int, window: int | None) -> AttendConfig:

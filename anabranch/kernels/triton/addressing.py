@@ -125,13 +125,3 @@ def key_offsets(keys, pages, page_stride, key_stride, table_ptr, C: tl.constexpr
         )
         rows = rows * key_stride
     return pages.to(tl.int64) * page_stride + rows
-
-
-@triton.jit
-def scale_offsets(store, keys, pages, kv_head, table_ptr, FORMAT: tl.constexpr, C: tl.constexpr):
-    """Element offsets (int64) of the first scale of one head of each key."""
-    offsets = keys  # unused without scales
-    if FORMAT.scaling != "none":
-        offsets = key_offsets(keys, pages, store.scales.page, store.scales.key, table_ptr, C)
-        offsets += kv_head.to(tl.int64) * store.scales.head
-    return offsets

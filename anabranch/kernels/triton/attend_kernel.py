@@ -16,7 +16,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.triton.addressing import Rows, view_arguments
 from anabranch.kernels.triton.boxes import boxes_of
-from anabranch.kernels.triton.constants import AttendProgram, with_page_strides
+from anabranch.kernels.triton.code_words import in_words
+from anabranch.kernels.triton.constants import AttendProgram, with_codes, with_page_strides
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
 from anabranch.kernels.triton.online_softmax import empty_state, finish_state
 from anabranch.kernels.triton.output import write_rows
@@ -50,6 +51,11 @@ def attend(
     boxes = boxes_of(view, constants)
     if table is not None:
         constants = with_page_strides(constants, (*view.k[1:3], *view.v[1:3]))
+    if view.k.scales or view.v.scales:
+        strides = (None if x.scales is None else x.scales[1:4] for x in (view.k, view.v))
+        halves = q.element_size() == 2 and not view.values_in_keys
+        words = (halves and in_words(x) for x in (view.k, view.v))
+        constants = with_codes(constants, *strides, *words)
     attend_kernel[constants.division.num_programs,](
         Rows(q, *q.stride()),
         view_arguments(view, constants.source.native_fp8),

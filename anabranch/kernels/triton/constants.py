@@ -26,6 +26,7 @@ class Tiles:
     block_dv: int  # the power of two that holds head_dim_v
     keys_first: bool
     values_first: bool
+    lazy_peak: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +67,18 @@ class Source:
     # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
     # save a fifth of the inner loop's instructions
     page_strides: tuple[int, int, int, int] | None = None
+    k_scale_strides: tuple[int, int, int] | None = None  # page, key, head
+    v_scale_strides: tuple[int, int, int] | None = None
     wide_pages: bool = False  # a page spans 2^31 elements or more
+    k_words: bool = False  # codes are loaded four at a time
+    v_words: bool = False
+    packed: bool = False  # NVIDIA's instructions for pairs of halves are there
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether keys and values are numbers in tiles of their own."""
+        scaling = (self.k_format.scaling, self.v_format.scaling)
+        return scaling == ("none", "none") and not self.values_in_keys
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,6 +129,7 @@ def attend_program(
     v_format: StoreFormat,
     values_in_keys: bool = False,
     native_fp8: bool = False,
+    packed: bool = False,
     fixed_parts: bool = False,
     fused: bool = True,
     overlap: bool = False,
@@ -140,6 +153,7 @@ def attend_program(
             block_dv=block_dv,
             keys_first=config.keys_first,
             values_first=config.values_first,
+            lazy_peak=config.lazy_peak,
         ),
         division=Division(
             num_programs=max(num_programs, num_kv_heads),
@@ -165,6 +179,7 @@ def attend_program(
             v_format=v_format,
             values_in_keys=values_in_keys and block_dv == main,
             native_fp8=native_fp8,
+            packed=packed,
         ),
     )
     registers = config.max_registers if limit_registers else None
@@ -195,4 +210,23 @@ def with_page_strides(
     """The constants for a paged cache with these strides."""
     wide = constants.source.page_size * max(strides[1], strides[3]) >= 1 << 31
     source = replace(constants.source, page_strides=strides, wide_pages=wide)
+    return replace(constants, source=source)
+
+
+@cache
+def with_codes(
+    constants: AttendConstants,
+    k_scale_strides: tuple[int, int, int] | None,
+    v_scale_strides: tuple[int, int, int] | None,
+    k_words: bool,
+    v_words: bool,
+) -> AttendConstants:
+    """The constants for quantised stores: strides of scales, and whether codes lie in words."""
+    source = replace(
+        constants.source,
+        k_scale_strides=k_scale_strides,
+        v_scale_strides=v_scale_strides,
+        k_words=k_words,
+        v_words=v_words and not constants.tiles.values_first,
+    )
     return replace(constants, source=source)

@@ -36,20 +36,27 @@ def seen_by_all(first_token, last_token, q_len, seq_len, window, tree_ptr, CAUSA
 
 
 @triton.jit
-def visible(tokens, keys, q_len, seq_len, window, tree_rows, tree_width, CAUSAL: tl.constexpr):
+def visible(
+    tokens, keys, q_len, seq_len, window, tree_rows, tree_width,
+    CAUSAL: tl.constexpr, ONE_BOUND: tl.constexpr = False,
+):  # fmt: skip
     """Whether each of `tokens` attends to each of `keys`, index tensors that broadcast together.
 
     `tree_rows` points at each token's row of the tree mask, which says which of the sequence's own
-    new tokens it sees and takes the place of the causal rule among them.
+    new tokens it sees and takes the place of the causal rule among them. With ONE_BOUND, the causal
+    rule and the length are one comparison a key, with a bound made for each token.
     """
     shift = seq_len - q_len
-    mask = keys < seq_len
+    if CAUSAL and ONE_BOUND and tree_rows is None:
+        mask = keys <= tl.minimum(shift + tokens, seq_len - 1)
+    else:
+        mask = keys < seq_len
     if tree_rows is not None:
         newest = keys - shift
         listed = (newest >= 0) & (newest < tree_width) & (keys < seq_len)
         shown = tl.load(tree_rows + newest, listed, other=0) != 0
         mask = mask & ((newest < 0) | shown)
-    elif CAUSAL:
+    elif CAUSAL and not ONE_BOUND:
         mask = mask & (keys <= shift + tokens)
     if window is not None:
         mask = mask & (keys > shift + tokens - window)

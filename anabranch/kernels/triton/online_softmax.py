@@ -21,6 +21,13 @@ def pivot_of(peak):
 
 
 @triton.jit
+def exponent_of(x):
+    """The exponents of positive float32 numbers, as float32; -100 for smaller ones and for 0."""
+    exponents = (x.to(tl.int32, bitcast=True) >> 23) - 127
+    return tl.maximum(exponents.to(tl.float32), -100.0)
+
+
+@triton.jit
 def empty_state(ROWS: tl.constexpr, DIM: tl.constexpr):
     """The state over no keys."""
     peak = tl.full([ROWS], float("-inf"), tl.float32)
@@ -34,21 +41,36 @@ def sink_state(logits):
 
 
 @triton.jit
-def update_state(state, scores, scale, v, value_scales, KEYS_FIRST: tl.constexpr):
+def update_state(
+    state, scores, scale, v, value_scales, row_units,
+    SHIFTED: tl.constexpr, LAZY: tl.constexpr, KEYS_FIRST: tl.constexpr,
+):  # fmt: skip
     """Attend to one more tile of keys: logits are scores times scale > 0.
 
-    Values are `v`, times `value_scales` [KEYS] where that is not None.
+    Scores are in units `row_units` [ROWS] where that is not None. Values are `v`, times
+    `value_scales` [KEYS] where that is not None. SHIFTED, the peak is that of logits plus the
+    exponents of these scales: then weights times scales are at most 2, which float16 holds.
+    LAZY, a peak is kept until a logit exceeds it by 8 bits, and sums are scaled only then: weights
+    are at most 256. With KEYS_FIRST that saves nothing and is not done.
 
     Scores are [ROWS, KEYS] and acc is [ROWS, DIM]; with KEYS_FIRST both are transposed, so that few
     rows are the narrow side of the matrix unit instead of padding its wide one. There a sum over
     keys crosses warps, so total stays a tile [KEYS, ROWS] until the end.
     """
     peak, total, acc = state
+    row_scale = scale
+    if row_units is not None:
+        scale = scale * row_units
+        row_scale = scale[None, :] if KEYS_FIRST else scale[:, None]
     if KEYS_FIRST:
-        new_peak = tl.maximum(peak, tl.max(scores, 0) * scale)
+        if SHIFTED:
+            tops = tl.max(scores * row_scale + exponent_of(value_scales)[:, None], 0)
+        else:
+            tops = tl.max(scores, 0) * scale
+        new_peak = tl.maximum(peak, tops)
         pivot = pivot_of(new_peak)
         keep = tl.exp2(peak - pivot)
-        weights = tl.exp2(scores * scale - pivot[None, :])
+        weights = tl.exp2(scores * row_scale - pivot[None, :])
         factors = weights
         if value_scales is not None:
             factors = weights * value_scales[:, None]
@@ -56,14 +78,28 @@ def update_state(state, scores, scale, v, value_scales, KEYS_FIRST: tl.constexpr
         acc = tl.dot(values, factors.to(v.dtype), acc * keep[None, :], input_precision="ieee")
         total = total * keep[None, :] + weights
     else:
-        new_peak = tl.maximum(peak, tl.max(scores, 1) * scale)
+        if SHIFTED:
+            tops = tl.max(scores * row_scale + exponent_of(value_scales)[None, :], 1)
+        else:
+            tops = tl.max(scores, 1) * scale
+        if LAZY:
+            grown = tops > peak + 8.0
+            new_peak = tl.where(grown, tops, peak)
+        else:
+            new_peak = tl.maximum(peak, tops)
         pivot = pivot_of(new_peak)
         keep = tl.exp2(peak - pivot)
-        weights = tl.exp2(scores * scale - pivot[:, None])
+        weights = tl.exp2(scores * row_scale - pivot[:, None])
         factors = weights
         if value_scales is not None:
             factors = weights * value_scales[None, :]
-        acc = tl.dot(factors.to(v.dtype), v, acc * keep[:, None], input_precision="ieee")
+        factors = factors.to(v.dtype)
+        if LAZY:
+            if tl.max(grown.to(tl.int32), 0) > 0:
+                acc = acc * keep[:, None]
+        else:
+            acc = acc * keep[:, None]
+        acc = tl.dot(factors, v, acc, input_precision="ieee")
         total = total * keep + tl.sum(weights, 1)
     return new_peak, total, acc
 

@@ -9,11 +9,12 @@ import torch
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_fp8, has_overlap, has_tensor_memory, num_sms, shared_memory
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
+from anabranch.kernels.triton.code_words import in_words
 from anabranch.kernels.triton.constants import AttendConstants, AttendProgram, attend_program
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.schedule import schedule
 from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
-from anabranch.keys import KeySource, KeyView
+from anabranch.keys import KeySource
 
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 
@@ -76,13 +77,17 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
             itemsize=q.element_size(),
             window=rules.window,
             latent=view.values_in_keys,
-            scaling=_finest_scaling(view),
+            quantised=view.k.scales is not None or view.v.scales is not None,
         )
         per_program, per_sm = shared_memory(q.device)
         # Blackwell's compiler copies values that are columns of keys
         one_tile = view.values_in_keys and not has_tensor_memory(q.device)
         shape = (head_dim_k, 0 if one_tile else head_dim_v, q.element_size())
-        config = fit_shared_memory(config, *shape, per_program=per_program, per_sm=per_sm)
+        code_words = q.element_size() == 2 and not view.values_in_keys
+        code_words = code_words and in_words(view.k) and in_words(view.v)
+        config = fit_shared_memory(
+            config, *shape, per_program=per_program, per_sm=per_sm, code_words=code_words
+        )
     if not isinstance(config, AttendConfig):
         raise ValueError(f"config must be an AttendConfig, got {type(config).__name__}")
     return attend_program(
@@ -98,16 +103,12 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         v_format=view.v.format,
         values_in_keys=view.values_in_keys,
         native_fp8=has_fp8(q.device),
+        packed=q.is_cuda and not torch.version.hip,
         fixed_parts=options.batch_invariant,
         fused=options.fused_merge,
         overlap=has_overlap(q.device),
         limit_registers=not torch.version.hip,  # AMD's compiler takes no limit
     )
-
-
-def _finest_scaling(view: KeyView) -> str:
-    used = {view.k.format.scaling, view.v.format.scaling}
-    return next((name for name in ("block", "key", "tensor") if name in used), "none")
 
 
 def num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:

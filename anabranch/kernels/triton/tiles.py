@@ -9,76 +9,17 @@ from anabranch.kernels.triton.addressing import (
     load_pages,
     load_rows,
     load_tile,
+)
+from anabranch.kernels.triton.code_words import load_words, permute_dims, unit_of
+from anabranch.kernels.triton.logits import capped, masked, score, weighted
+from anabranch.kernels.triton.masks import seen_by_all
+from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, sink_state, update_state
+from anabranch.kernels.triton.scales import (
+    load_folded,
     scale_offsets,
+    scaled_as_tile,
+    scaled_by_key,
 )
-from anabranch.kernels.triton.masks import seen_by_all, visible
-from anabranch.kernels.triton.online_softmax import (
-    LN_2,
-    LOG2_E,
-    empty_state,
-    sink_state,
-    update_state,
-)
-
-
-@triton.jit
-def capped(scores, scale, softcap):
-    """Natural logits softcap * tanh(scores * scale / softcap); tanh(x) = 1 - 2 / (e^2x + 1)."""
-    return softcap * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * scale / softcap)) + 1.0))
-
-
-@triton.jit
-def weighted(scores, scale, keys, origin, log_weights, stride, KEYS_FIRST: tl.constexpr):
-    """Natural logits: scores times a scale in base 2, plus the log-weight of each key."""
-    weights = tl.load(log_weights + origin.to(tl.int64) * stride + keys)
-    weights = weights[:, None] if KEYS_FIRST else weights[None, :]
-    return scores * (scale * LN_2) + weights
-
-
-@triton.jit
-def score(q, k, scores, KEYS_FIRST: tl.constexpr):
-    """scores + q k^T [ROWS, KEYS], or its transpose with KEYS_FIRST."""
-    if KEYS_FIRST:
-        return tl.dot(k, tl.trans(q), scores, input_precision="ieee")
-    else:
-        return tl.dot(q, tl.trans(k), scores, input_precision="ieee")
-
-
-@triton.jit
-def masked(scores, keys, tokens, tree_rows, q_len, seq_len, window, tree_width, C: tl.constexpr):
-    """Scores, -inf where a token does not see a key."""
-    tree_side = tree_rows
-    if C.tiles.keys_first:
-        key_side, token_side = keys[:, None], tokens[None, :]
-        if tree_rows is not None:
-            tree_side = tree_rows[None, :]
-    else:
-        key_side, token_side = keys[None, :], tokens[:, None]
-        if tree_rows is not None:
-            tree_side = tree_rows[:, None]
-    seen = visible(token_side, key_side, q_len, seq_len, window, tree_side, tree_width, C.causal)
-    return tl.where(seen, scores, float("-inf"))
-
-
-@triton.constexpr_function
-def scaled_as_tile(store_format, has_values, dtype):
-    """Whether scales are multiplied into a tile, and not into scores or weights.
-
-    Those of blocks are; and those of values for float16, in which a small scale of a weight would
-    underflow.
-    """
-    if store_format.scaling == "block":
-        return True
-    return store_format.scaling != "none" and has_values and dtype == tl.float16
-
-
-@triton.jit
-def load_folded(store, places, FORMAT: tl.constexpr, SCALED: tl.constexpr):
-    """The scale of each key that its tile lacks, or None."""
-    scales = None
-    if FORMAT.scaling != "none" and not SCALED:
-        scales = tl.load(store.scales.ptr + places)
-    return scales
 
 
 @triton.jit
@@ -104,13 +45,29 @@ def attend_tiles(
     """
     origin, q_len, seq_len, kv_head = pair
     view, boxes, table_stride = source
+    K_WORDS: tl.constexpr = C.source.k_words
+    V_WORDS: tl.constexpr = C.source.v_words
+    row_units = None
+    q_main, q_rest = q
+    if K_WORDS:
+        row_units, inverse = unit_of(tl.max(tl.abs(q_main).to(tl.float32), 1))
+        q_main = permute_dims((q_main.to(tl.float32) * inverse[:, None]).to(tl.float16))
     k, v, table = view.k, view.v, view.table
     SHARED: tl.constexpr = C.source.values_in_keys
     K_FORMAT: tl.constexpr = C.source.k_format
     V_FORMAT: tl.constexpr = C.source.v_format
+    K_STRIDES: tl.constexpr = C.source.k_scale_strides
+    V_STRIDES: tl.constexpr = C.source.v_scale_strides
     DTYPE: tl.constexpr = q[0].dtype
-    V_SCALED: tl.constexpr = scaled_as_tile(V_FORMAT, True, DTYPE)
-    K_SCALED: tl.constexpr = scaled_as_tile(K_FORMAT, SHARED, DTYPE)
+    V_SCALED: tl.constexpr = not V_WORDS and scaled_as_tile(V_FORMAT, True, DTYPE)
+    K_SCALED: tl.constexpr = not K_WORDS and scaled_as_tile(K_FORMAT, SHARED, DTYPE)
+    K_BY_KEY: tl.constexpr = scaled_by_key(K_FORMAT, K_WORDS, K_SCALED)
+    V_BY_KEY: tl.constexpr = scaled_by_key(V_FORMAT, V_WORDS, V_SCALED)
+    base_scale = rules.scale
+    if K_WORDS and K_FORMAT.scaling == "tensor":
+        base_scale *= tl.load(k.scales.ptr)
+    # Units of rows are multiplied into scores where these are not logits but for a scale.
+    UNITS_FIRST: tl.constexpr = rules.softcap is not None or view.log_weights is not None
     k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
     k_ptrs = dim_ptrs(k_ptr, k.dim, 0, C.tiles.dk_main)
     rest_ptrs = k_ptrs  # unused without a rest
@@ -125,9 +82,15 @@ def attend_tiles(
     if BOXED:
         box_row = origin * (k.page // k.key)
     # Keys after the last one read it again, masked: a clamp costs less than a masked copy.
-    keys = tile * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
+    # A tile that lies in one page looks up that page, and others a page for each key.
+    ONE_PAGE: tl.constexpr = not C.source.is_plain and C.source.page_size % C.tiles.block_n == 0
+    if ONE_PAGE:
+        first_keys = tile * C.tiles.block_n
+    else:
+        keys = tile * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
+        first_keys = keys
     pages = load_pages(
-        tl.minimum(keys, seq_len - 1), origin, table, table_stride, C.source.page_size
+        tl.minimum(first_keys, seq_len - 1), origin, table, table_stride, C.source.page_size
     )
     for index in tl.range(tile, stop):
         keys = index * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
@@ -141,7 +104,9 @@ def attend_tiles(
             v_scale_place = keys  # unused without scales
             if not BOXED:
                 place = key_offsets(safe_keys, pages, v_page, v_key, table, C)
-                v_scale_place = scale_offsets(v, safe_keys, pages, kv_head, table, V_FORMAT, C)
+                v_scale_place = scale_offsets(
+                    v, V_STRIDES, safe_keys, pages, kv_head, table, V_FORMAT, C
+                )
             tile_v = load_tile(
                 v, boxes[2], v_ptrs, place, v_scale_place, kv_head, 0, C.tiles.block_dv,
                 C.head_dim_v, DTYPE, V_FORMAT, V_SCALED, BOXED,
@@ -149,11 +114,20 @@ def attend_tiles(
         k_scale_place = keys  # unused without scales
         if not BOXED:
             place = key_offsets(safe_keys, pages, k_page, k_key, table, C)
-            k_scale_place = scale_offsets(k, safe_keys, pages, kv_head, table, K_FORMAT, C)
-        tile_k = load_tile(
-            k, boxes[0], k_ptrs, place, k_scale_place, kv_head, 0, C.tiles.dk_main, C.head_dim_k,
-            DTYPE, K_FORMAT, K_SCALED, BOXED,
-        )  # fmt: skip
+            k_scale_place = scale_offsets(
+                k, K_STRIDES, safe_keys, pages, kv_head, table, K_FORMAT, C
+            )
+        scale = base_scale
+        if K_WORDS:
+            tile_k = load_words(
+                k, safe_keys, pages, k_page, k_key, kv_head, k_scale_place, table,
+                C.tiles.dk_main, K_FORMAT, True, C,
+            )  # fmt: skip
+        else:
+            tile_k = load_tile(
+                k, boxes[0], k_ptrs, place, k_scale_place, kv_head, 0, C.tiles.dk_main,
+                C.head_dim_k, DTYPE, K_FORMAT, K_SCALED, BOXED,
+            )  # fmt: skip
         rest_k = tile_k  # unused without a rest
         if C.tiles.dk_rest > 0:
             rest_k = load_tile(
@@ -162,18 +136,27 @@ def attend_tiles(
             )  # fmt: skip
         if not BOXED:
             # The next tile's pages are on their way while this tile is attended to.
-            next_keys = tl.minimum(keys + C.tiles.block_n, seq_len - 1)
+            next_keys = keys + C.tiles.block_n
+            if ONE_PAGE:
+                next_keys = (index + 1) * C.tiles.block_n
+            next_keys = tl.minimum(next_keys, seq_len - 1)
             if C.tiles.values_first or SHARED:
                 pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
-        scores = score(q[0], tile_k, None, C.tiles.keys_first)
+        scores = score(q_main, tile_k, None, C.tiles.keys_first)
         if C.tiles.dk_rest > 0:
-            scores = score(q[1], rest_k, scores, C.tiles.keys_first)
-        key_scales = load_folded(k, k_scale_place, K_FORMAT, K_SCALED)
+            if SHARED and C.tiles.block_m >= 64:
+                # As a sum of two products: every warpgroup would compute all of one that adds to
+                # the other.
+                scores = tl.fma(score(q_rest, rest_k, None, C.tiles.keys_first), 1.0, scores)
+            else:
+                scores = score(q_rest, rest_k, scores, C.tiles.keys_first)
+        key_scales = load_folded(k, k_scale_place, K_BY_KEY)
         if key_scales is not None:
             scores *= key_scales[:, None] if C.tiles.keys_first else key_scales[None, :]
-        scale = rules.scale
+        if K_WORDS and UNITS_FIRST:
+            scores *= row_units[None, :] if C.tiles.keys_first else row_units[:, None]
         if rules.softcap is not None:
-            scores = capped(scores, rules.scale, rules.softcap)
+            scores = capped(scores, scale, rules.softcap)
             scale = LOG2_E
         if view.log_weights is not None:
             safe_keys = tl.minimum(keys, seq_len - 1)
@@ -197,15 +180,28 @@ def attend_tiles(
                 v_scale_place = keys  # unused without scales
                 if not BOXED:
                     place = key_offsets(safe_keys, pages, v_page, v_key, table, C)
-                    v_scale_place = scale_offsets(v, safe_keys, pages, kv_head, table, V_FORMAT, C)
-                tile_v = load_tile(
-                    v, boxes[2], v_ptrs, place, v_scale_place, kv_head, 0, C.tiles.block_dv,
-                    C.head_dim_v, DTYPE, V_FORMAT, V_SCALED, BOXED,
-                )  # fmt: skip
+                    v_scale_place = scale_offsets(
+                        v, V_STRIDES, safe_keys, pages, kv_head, table, V_FORMAT, C
+                    )
+                if V_WORDS:
+                    tile_v = load_words(
+                        v, safe_keys, pages, v_page, v_key, kv_head, v_scale_place, table,
+                        C.tiles.block_dv, V_FORMAT, False, C,
+                    )  # fmt: skip
+                else:
+                    tile_v = load_tile(
+                        v, boxes[2], v_ptrs, place, v_scale_place, kv_head, 0, C.tiles.block_dv,
+                        C.head_dim_v, DTYPE, V_FORMAT, V_SCALED, BOXED,
+                    )  # fmt: skip
                 if not BOXED:
                     pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
-            value_scales = load_folded(v, v_scale_place, V_FORMAT, V_SCALED)
-        state = update_state(state, scores, scale, tile_v, value_scales, C.tiles.keys_first)
+            value_scales = load_folded(v, v_scale_place, V_BY_KEY)
+        state = update_state(
+            state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
+            V_WORDS and V_BY_KEY, C.tiles.lazy_peak, C.tiles.keys_first,
+        )  # fmt: skip
+    if V_WORDS and V_FORMAT.scaling == "tensor":
+        state = (state[0], state[1], state[2] * tl.load(v.scales.ptr))
     return state
 
 
