@@ -93,11 +93,11 @@ def update_state(
         factors = weights
         if value_scales is not None:
             factors = weights * value_scales[None, :]
-        factors = factors.to(v.dtype)
         if LAZY:
             if tl.max(grown.to(tl.int32), 0) > 0:
                 acc = acc * keep[:, None]
-        else:
+        factors = factors.to(v.dtype)
+        if not LAZY:
             acc = acc * keep[:, None]
         acc = tl.dot(factors, v, acc, input_precision="ieee")
         total = total * keep + tl.sum(weights, 1)
