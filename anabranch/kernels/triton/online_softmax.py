@@ -93,7 +93,7 @@ def update_state(
         factors = weights
         if value_scales is not None:
             factors = weights * value_scales[None, :]
-        if LAZY:
+        if LAZY:  # noqa: SIM102 - one is known when compiling, the other is not
             if tl.max(grown.to(tl.int32), 0) > 0:
                 acc = acc * keep[:, None]
         factors = factors.to(v.dtype)
