@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from itertools import pairwise
@@ -100,12 +101,25 @@ def check_parents(parents: torch.Tensor, starts: torch.Tensor) -> None:
     for seq, (start, stop) in enumerate(pairwise(bounds)):
         if stop - start > MAX_NODES:
             raise ValueError(f"sequence {seq} has {stop - start} nodes, at most {MAX_NODES} fit")
-        for node, parent in enumerate(nodes[start:stop]):
-            if not -1 <= parent < node:
-                raise ValueError(
-                    f"sequence {seq}, node {node} has parent {parent}; a parent is -1 or stands "
-                    "before its children, so that there is no cycle"
-                )
+        check_tree_order(f"sequence {seq}", nodes[start:stop])
+
+
+def check_tree_order(name: str, parents: Sequence[int]) -> None:
+    """Refuse parents that do not stand before their children; `name` says whose tree it is."""
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(
+                f"{name}, node {node} has parent {parent}; a parent is -1 or stands "
+                "before its children, so that there is no cycle"
+            )
+
+
+def node_depths(parents: Sequence[int]) -> list[int]:
+    """How many nodes lead to each node, itself included: 1 for a node without a parent."""
+    depths: list[int] = []
+    for parent in parents:
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return depths
 
 
 @cache

@@ -43,6 +43,7 @@ from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.merge_parts import merge_parts
 from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.triton.move_rows import WORDS, move_rows
 from anabranch.kernels.triton.schedule import schedule
 from anabranch.kernels.triton.schedule_layout import schedule_size
 from anabranch.kernels.triton.share_pages import share_pages
@@ -336,6 +337,14 @@ def draft_tree_cases(_: int) -> Iterator[Case]:
     yield "no lengths", partial(make_draft_tree, ints(64), ints(9), None, 8)
 
 
+def move_rows_cases(_: int) -> Iterator[Case]:
+    """Words of every size."""
+    longs = partial(torch.empty, device="meta", dtype=torch.int64)
+    for word_bytes in WORDS:
+        given = longs(8, 2), 1024, word_bytes, longs(4, 9), longs(4, 9), longs(4)
+        yield f"{word_bytes} bytes", partial(move_rows, *given)
+
+
 def share_pages_cases(_: int) -> Iterator[Case]:
     """One level and several."""
     given = {"num_tokens": 8, "page_size": 16, "min_saved_keys": 512}
@@ -442,6 +451,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{TRITON}.list_pages": list_pages_cases,
     f"{TRITON}.merge": merge_cases,
     f"{TRITON}.merge_parts": merge_parts_cases,
+    f"{TRITON}.move_rows": move_rows_cases,
     f"{TRITON}.share_pages": share_pages_cases,
     f"{TRITON}.schedule": schedule_cases,
 }

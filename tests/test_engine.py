@@ -41,6 +41,7 @@ from anabranch.sampling.params import SamplingParams
 
 NGRAM = {"method": "ngram", "min_ngram": 1, "adaptive": False}
 DRAFT = {"method": "draft", "model": blurred_source(), "adaptive": False}
+TREE = {"tree_width": 3, "num_drafts": 6}
 ENGINES: dict[str, dict[str, Any]] = {
     "batched": {},
     "no prefix reuse": {"prefix_caching": False},
@@ -71,6 +72,11 @@ ENGINES: dict[str, dict[str, Any]] = {
         "max_model_len": 120,
     },
     "one draft": {"speculative": DRAFT | {"num_drafts": 1}},
+    "n-gram tree, chunked": {
+        "speculative": NGRAM | TREE,
+        "max_num_batched_tokens": 9,
+        "max_num_seqs": 5,
+    },
 }
 PROMPTS = [*random_prompts(), *random_prompts(1, (5, 5))]
 

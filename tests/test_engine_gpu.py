@@ -22,7 +22,7 @@ from test_draft_chain import (
     started,
 )
 from test_draft_chain import graphs as called_chains
-from test_engine import DRAFT, ENGINES, NGRAM, PROMPTS
+from test_engine import DRAFT, ENGINES, NGRAM, PROMPTS, TREE
 from tiny_models import (
     GREEDY,
     VOCAB,
@@ -47,10 +47,16 @@ pytestmark = pytest.mark.gpu
 LENGTH, Q_LEN, NUM_SEQS = 259, 3, 8  # where graphs once went wrong, in another library
 WIDTHS = {17: 17 * 16 - 2, 256: 256 * 16 - 2}  # pages of a table by max_model_len, with two drafts
 ON_GPU = {"device": "cuda", "dtype": "float32", "kv_cache_gib": 0.01}
-APART = {"merge apart": {"fused_merge": False}}
+HERE: dict[str, dict[str, Any]] = {
+    "merge apart": {"fused_merge": False},
+    "n-gram tree": {"speculative": NGRAM | TREE},
+    "n-gram tree, adaptive": {"speculative": NGRAM | TREE | {"adaptive": True}},
+    "draft tree": {"speculative": DRAFT | TREE},
+    "draft tree, preempted": ENGINES["draft, preempted"] | {"speculative": DRAFT | TREE},
+}
 SELECTED = (
     "batched",
-    *APART,
+    *HERE,
     "chunked",
     "preempted",
     "n-gram",
@@ -61,6 +67,7 @@ SELECTED = (
     "draft, chunked",
     "draft, preempted",
     "one draft",
+    "n-gram tree, chunked",
 )
 
 
@@ -256,7 +263,7 @@ def expected() -> list[list[int]]:
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("name", SELECTED)
 def test_tokens_are_the_same(name: str, cuda_graphs: bool, expected: list[list[int]]) -> None:
-    llm = tiny(**ON_GPU | {"max_num_seqs": 8} | (ENGINES | APART)[name], cuda_graphs=cuda_graphs)
+    llm = tiny(**ON_GPU | {"max_num_seqs": 8} | (ENGINES | HERE)[name], cuda_graphs=cuda_graphs)
     assert outputs(llm, PROMPTS) == expected
     assert outputs(llm, PROMPTS) == expected, "with the cache as the first round left it"
     assert (llm.stats.num_graph_steps > 0) == cuda_graphs
@@ -265,12 +272,12 @@ def test_tokens_are_the_same(name: str, cuda_graphs: bool, expected: list[list[i
         assert llm.stats.speculative.num_accepted_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["batched", "n-gram", "draft"])
+@pytest.mark.parametrize("name", ["batched", "n-gram", "draft", "n-gram tree"])
 def test_prompts_as_long_as_a_verification(name: str) -> None:
     """A graph of five tokens a sequence fits a prompt of five as well."""
     prompts = random_prompts(7, (5, 5, 5, 4, 6, 1, 2))
     params = replace(GREEDY, prompt_logprobs=1)
-    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | APART)[name])
+    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | HERE)[name])
     plain = tiny(**ON_GPU, max_num_seqs=8, cuda_graphs=False)
     assert one_by_one(llm, prompts) == one_by_one(plain, prompts)
     assert outputs(llm, prompts) == outputs(plain, prompts)
@@ -292,7 +299,7 @@ def test_a_seed_reproduces() -> None:
         for i, _ in enumerate(PROMPTS)
     ]
     alone = one_by_one(tiny(**ON_GPU, cuda_graphs=False), PROMPTS, params)
-    for speculative in (None, NGRAM):
+    for speculative in (None, NGRAM, NGRAM | TREE, DRAFT | TREE):
         llm = tiny(**ON_GPU, max_num_seqs=8, speculative=speculative)
         assert outputs(llm, PROMPTS, params) == alone
 
@@ -330,12 +337,14 @@ def no_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
 
 
 @pytest.mark.parametrize("cuda_graphs", [True, False], ids=["graphs", "eager"])
-@pytest.mark.parametrize("name", ["batched", "n-gram", "n-gram, expanded", "draft"])
+@pytest.mark.parametrize(
+    "name", ["batched", "n-gram", "n-gram, expanded", "draft", "n-gram tree", "draft tree"]
+)
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_launch_waits_for_nothing_and_copies_once(
     name: str, cuda_graphs: bool, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | APART)[name], cuda_graphs=cuda_graphs)
+    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | HERE)[name], cuda_graphs=cuda_graphs)
     params = SamplingParams(
         temperature=temperature,
         seed=1,
@@ -351,9 +360,9 @@ def test_a_launch_waits_for_nothing_and_copies_once(
     assert len(copies) > 3 and set(copies) == {1}
 
 
-@pytest.mark.parametrize("name", ["batched", "n-gram", "draft"])
+@pytest.mark.parametrize("name", ["batched", "n-gram", "draft", "n-gram tree"])
 def test_the_device_sees_one_copy_to_the_host_a_step(name: str) -> None:
-    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | APART)[name])
+    llm = tiny(**ON_GPU, max_num_seqs=8, **(ENGINES | HERE)[name])
     outputs(llm, PROMPTS)
     before = llm.stats.num_steps
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]

@@ -304,7 +304,7 @@ def drive(adaptive: AdaptiveDrafts, steps: int, *, ms: dict[int, float], accepte
             credit += accepted * number
             taken = min(int(credit), number)
             credit -= taken
-            adaptive.count(number, taken)
+            adaptive.count(number, taken, number)
         adaptive.observe(1, number, ms[number])
     last = chosen[-RETRY_STEPS:]
     return max(set(last), key=last.count)
@@ -332,14 +332,14 @@ def test_drafts_stop_when_they_are_slow_and_come_back() -> None:
 def test_a_few_drafts_may_be_best() -> None:
     adaptive = AdaptiveDrafts(4)
     for _ in range(60):
-        adaptive.count(4, 1)  # the first is right, the second never
+        adaptive.count(4, 1, 4)  # the first is right, the second never
     assert drive(adaptive, 300, ms={0: 1, 1: 1.1, 2: 1.6, 4: 2.5}, accepted=0) != 4
 
 
 def test_batch_sizes_are_judged_apart() -> None:
     adaptive = AdaptiveDrafts(2)
     for _ in range(30):
-        adaptive.count(2, 2)
+        adaptive.count(2, 2, 2)
     for batch, slow in ((1, 1.1), (64, 9.0)):
         for number in adaptive.choices:
             for _ in range(1 + FRESH):
@@ -380,7 +380,7 @@ def test_the_first_step_after_a_change_says_nothing() -> None:
     adaptive, before = AdaptiveDrafts(4), -1
     for _ in range(6 * RETRY_STEPS):
         number = adaptive.choose(1)
-        adaptive.count(number, min(number, 1))
+        adaptive.count(number, min(number, 1), number)
         adaptive.observe(1, number, FLAT[number] if number == before else 5.0)
         before = number
     for number, ms in FLAT.items():
@@ -396,7 +396,7 @@ def test_off_means_all() -> None:
 def test_asking_in_vain_counts() -> None:
     adaptive = AdaptiveDrafts(4)
     for _ in range(60):
-        adaptive.count(4, 0)  # drafted or not: nothing came of it
+        adaptive.count(4, 0, 4)  # drafted or not: nothing came of it
     assert adaptive.expected_tokens(4) < 1.01
     assert drive(adaptive, 100, ms={0: 1.0, 1: 1.05, 2: 1.05, 4: 1.05}, accepted=0.0) == 0
 
@@ -551,7 +551,7 @@ def test_noise_in_the_times_makes_no_draft_free() -> None:
     asked: list[int] = []
     for ms in (1 + 9 * torch.rand(600, generator=draws)).tolist():
         asked.append(adaptive.choose(3, with_prompts=True))
-        adaptive.count(asked[-1], 0)
+        adaptive.count(asked[-1], 0, asked[-1])
         adaptive.observe(3, asked[-1], ms, with_prompts=True)
     late = asked[100:]
     assert sum(number > 0 for number in late) <= TRIAL_STEPS * (1 + len(late) // RETRY_STEPS)
@@ -564,7 +564,7 @@ def test_situations_in_turns_are_all_measured() -> None:
     for step in range(400):
         with_prompts = step % 2 == 1
         number = adaptive.choose(1, with_prompts=with_prompts)
-        adaptive.count(number, min(number, 2))
+        adaptive.count(number, min(number, 2), number)
         ms = 1.0 + 2.0 * number if with_prompts else FLAT[number]
         adaptive.observe(1, number, ms, with_prompts=with_prompts)
         chosen[with_prompts].append(number)

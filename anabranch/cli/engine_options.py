@@ -49,6 +49,9 @@ class EngineOptions:
     speculative: str = option("off", "Where drafts come from.", choices=SPECULATIVE)
     draft_model: str | None = option(None, "For --speculative draft: a model of one vocabulary.")
     num_drafts: int = option(4, "Draft tokens of a sequence and step, at most.")
+    tree_width: int = option(
+        1, "Drafts that may follow the same token: above 1, drafts form a tree.", at_least=1
+    )
     scorer: str = option("multi-query", "How drafts are scored.", choices=SCORERS)
     adaptive: bool = option(True, "Fewer drafts, or none, when they do not pay.")
     graphs: bool = option(True, "CUDA graphs of decoding steps.")
@@ -126,6 +129,7 @@ class EngineOptions:
             "method": self.speculative,
             "model": self.draft_model,
             "num_drafts": self.num_drafts,
+            "tree_width": self.tree_width,
             "scorer": self.scorer,
             "adaptive": self.adaptive,
         }
@@ -140,6 +144,7 @@ class EngineOptions:
         """What distinguishes a run, in a few words."""
         drafted = self.speculative != "off"
         parts = [f"{self.speculative} k={self.num_drafts}", self.scorer] if drafted else []
+        parts += [f"trees of width {self.tree_width}"] if drafted and self.tree_width > 1 else []
         parts += [] if self.graphs else ["no graphs"]
         parts += [] if self.fused_merge else ["merge apart"]
         parts += [] if self.cascade else ["no cascades"]

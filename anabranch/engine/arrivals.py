@@ -15,7 +15,7 @@ def arrive(
     seq: Sequence,
     tokens: list[int],
     *,
-    num_drafted: int,
+    rejects: bool,  # the last token stands where drafts were rejected
     step: int,
     logprobs: HostLogprobs | None,
 ) -> int:
@@ -30,16 +30,16 @@ def arrive(
         seq.tokens.append(token)
         seq.steps.append(step)
         accepted = place + 1 < len(tokens)
-        seq.origins.append(_origin(accepted, place < num_drafted))
+        seq.origins.append(_origin(accepted, rejects))
         if _stops(request, seq, token):
             return place + 1
     return len(tokens)
 
 
-def _origin(accepted: bool, drafted: bool) -> Origin:
+def _origin(accepted: bool, rejects: bool) -> Origin:
     if accepted:
         return Origin.ACCEPTED
-    return Origin.CORRECTED if drafted else Origin.SAMPLED
+    return Origin.CORRECTED if rejects else Origin.SAMPLED
 
 
 def _stops(request: Request, seq: Sequence, token: int) -> bool:

@@ -14,6 +14,7 @@ from anabranch.distributed.rank_group import RankGroup, check_agreement, make_on
 from anabranch.distributed.shard_model import shard_model
 from anabranch.engine.attention_ways import decode_keys, shared_prefixes
 from anabranch.engine.config import DTYPES, EngineConfig
+from anabranch.engine.drafters import check_windows, make_chain
 from anabranch.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.kernels.compile_ahead import compiling_ahead
 from anabranch.models import LoadedModel, load_model
@@ -37,11 +38,8 @@ from anabranch.sampling.noise import draw
 from anabranch.sampling.parameter_rows import SamplingRows
 from anabranch.speculative.adaptive import draft_numbers
 from anabranch.speculative.draft_chain import DraftChain, chain_keys
-from anabranch.speculative.draft_draws import DraftDraws
-from anabranch.speculative.draft_inputs import CATCH_UP, DraftInputs
-from anabranch.speculative.draft_model import DraftProposer
-from anabranch.speculative.ngram import NgramProposer
-from anabranch.speculative.proposer import Proposer
+from anabranch.speculative.draft_inputs import CATCH_UP
+from anabranch.speculative.tree_chain import MAX_DEPTH, TreeChain
 
 COMPILED_WEIGHTS = 1_000_000_000
 PACKAGES = ("anabranch", "torch", "transformers")  # that must be the same on every rank
@@ -72,6 +70,8 @@ def build(
     if ranks is not None:
         check_agreement(ranks, **_identity(target))
     speculative = config.speculative
+    if speculative and speculative.has_trees:
+        check_windows([target] if draft is None else [target, draft])
     limits, layers, draft_layers = size(config, target, draft, device, say, ranks)
     unseen = torch.zeros(
         limits.max_num_seqs, 1 + limits.max_drafts, dtype=torch.int64, device=device
@@ -84,14 +84,19 @@ def build(
     dealt = None
     if ranks is not None and config.deals_context:
         dealt = DealtPages(ranks, config.page_size)
-    runner = _bind(target, layers, limits, unseen, scorer, fused, saturated, dealt, config.sparse)
+    trees = speculative is not None and speculative.has_trees
+    given = limits, unseen, scorer, fused, saturated, dealt, config.sparse
+    runner = _bind(target, layers, *given, trees=trees)
     if dealt is None:
         runner.choice.prefixes = shared_prefixes(config, limits, layers, device)
     rows = SamplingRows(limits.max_num_seqs, vocab_size(target))
     chain = None
     if draft is not None:
-        drafter = _bind(draft, draft_layers, limits, unseen, Scorer.MULTI_QUERY, fused, saturated)
-        chain = _chain(drafter, limits, unseen, rows)
+        scorer = Scorer.MULTI_QUERY
+        sizes = limits, unseen, scorer, fused, saturated
+        drafter = _bind(draft, draft_layers, *sizes, trees=trees)
+        width = speculative.tree_width if speculative else 1
+        chain = make_chain(drafter, limits, unseen, rows, width)
     runners = [runner] if chain is None else [runner, chain.runner]
     if device.type == "cuda":
         with compiling_ahead():
@@ -104,6 +109,10 @@ def build(
         for each in runners:
             each.warm_up(_shapes(limits), say)
         draw(torch.zeros(1, rows.vocab_size, device=device), unseen.new_zeros(1))
+        if trees:
+            none = unseen.new_zeros(1, 1)
+            for each in runners:
+                each.rows.move(none, none, none[0])
     if config.cuda_graphs and device.type == "cuda":
         _capture(config, limits, runner, chain, say)
     return Built(target, device, limits, runner, chain, rows, unseen, saturated)
@@ -122,6 +131,8 @@ def _capture(
     if chain is not None:
         adaptive = config.speculative is not None and config.speculative.adaptive
         numbers = draft_numbers(limits.max_drafts)[1:] if adaptive else [limits.max_drafts]
+        if isinstance(chain, TreeChain):
+            numbers = draft_numbers(min(limits.max_drafts, MAX_DEPTH))[1:]
         chain.capture(chain_keys(numbers, batches), say, pool=runner.graphs.pool)
 
 
@@ -221,6 +232,8 @@ def _bind(
     saturated: torch.Tensor | None,
     dealt: DealtPages | None = None,
     sparse: SparseConfig | None = None,
+    *,
+    trees: bool = False,
 ) -> ModelRunner:
     shapes: list[LayerShape] = list(layers.values())
     sizes = (limits.num_pages, dealt.page_size if dealt else limits.page_size)
@@ -234,6 +247,7 @@ def _bind(
             max_num_seqs=seqs,
             max_num_pages=limits.table_width,
             device=unseen.device,
+            trees=trees,
         )
         for num_tokens in (decoding, limits.max_num_tokens + decoding)
     ]
@@ -248,21 +262,8 @@ def _bind(
         fused_merge=fused_merge,
         dealt=dealt,
         choice=StepChoice(sparse=chooser),
+        trees=trees,
     )
-
-
-def _chain(
-    runner: ModelRunner, limits: Limits, unseen: torch.Tensor, rows: SamplingRows
-) -> DraftChain:
-    inputs = DraftInputs(
-        max_num_seqs=limits.max_num_seqs,
-        max_num_pages=limits.table_width,
-        max_drafts=limits.max_drafts,
-        page_size=limits.page_size,
-        device=unseen.device,
-    )
-    draws = DraftDraws(rows, limits.max_drafts, unseen.device)
-    return DraftChain(runner, inputs, draws, unseen)
 
 
 def eos_ids(built: Built) -> set[int]:
@@ -275,14 +276,3 @@ def eos_ids(built: Built) -> set[int]:
     of_tokenizer: Any = getattr(built.target.tokenizer, "eos_token_id", None)
     ids |= set() if of_tokenizer is None else {of_tokenizer}
     return {token for token in ids if 0 <= token < vocab_size(built.target)}
-
-
-def make_proposer(config: EngineConfig, built: Built) -> Proposer | None:
-    """What drafts tokens, by the method asked for."""
-    speculative = config.speculative
-    if speculative is None:
-        return None
-    if built.draft is None:
-        return NgramProposer(speculative.min_ngram, speculative.max_ngram)
-    budget = built.limits.max_num_tokens + built.limits.max_num_seqs
-    return DraftProposer(built.draft, budget)

@@ -11,9 +11,12 @@ import torch
 from anabranch.runner.cache_formats import CacheFormats, parse_cache_formats
 from anabranch.runner.sparse_decode import SparseConfig, sparse_config
 from anabranch.runner.step_layout import Scorer
+from anabranch.tree import MAX_NODES
 
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 METHODS = ("ngram", "draft")
+MAX_CHAIN = 32  # drafts that follow each other
+MAX_WIDTH = 16  # siblings in a tree of drafts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +26,7 @@ class SpeculativeConfig:
     method: str = "ngram"  # or "draft": a smaller model of the same vocabulary
     model: str | None = None  # the draft model
     num_drafts: int = 4  # at most, for a sequence and step
+    tree_width: int = 1  # drafts that may follow the same token; 1 for a chain
     scorer: Scorer = Scorer.MULTI_QUERY
     adaptive: bool = True  # fewer drafts, or none, when they do not pay
     max_ngram: int = 4  # tokens at the end of a sequence that are looked up
@@ -34,17 +38,30 @@ class SpeculativeConfig:
         if (self.model is None) == (self.method == "draft"):
             need = "needs" if self.method == "draft" else "takes no"
             raise ValueError(f"method {self.method!r} {need} model, got {self.model!r}")
-        for name in ("num_drafts", "max_ngram", "min_ngram"):
+        for name in ("num_drafts", "tree_width", "max_ngram", "min_ngram"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name} must be an integer, got {value!r}")
-        if not 1 <= self.num_drafts <= 32:
-            raise ValueError(f"num_drafts must be from 1 to 32, got {self.num_drafts}")
+        if not 1 <= self.tree_width <= MAX_WIDTH:
+            raise ValueError(f"tree_width must be from 1 to {MAX_WIDTH}, got {self.tree_width}")
+        most = MAX_NODES - 1 if self.has_trees else MAX_CHAIN  # the last token is a node too
+        if not 1 <= self.num_drafts <= most:
+            raise ValueError(f"num_drafts must be from 1 to {most}, got {self.num_drafts}")
         if not 1 <= self.min_ngram <= self.max_ngram:
             raise ValueError(
                 f"min_ngram must be from 1 to max_ngram, got {self.min_ngram} and {self.max_ngram}"
             )
         object.__setattr__(self, "scorer", Scorer(self.scorer))
+        if self.has_trees and self.scorer is not Scorer.MULTI_QUERY:
+            raise ValueError(
+                f"tree_width {self.tree_width} needs scorer {Scorer.MULTI_QUERY.value!r}: "
+                f"{self.scorer.value!r} scores tokens that follow each other"
+            )
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether drafts form trees."""
+        return self.tree_width > 1
 
 
 def speculative_config(given: Any) -> SpeculativeConfig | None:
@@ -146,6 +163,12 @@ class EngineConfig:
             raise ValueError(
                 f"kv_cache_dtype {self.kv_cache_dtype!r} and context_parallel "
                 f"{self.context_parallel} cannot be combined: dealt pages hold plain keys"
+            )
+
+        if self.num_ranks > 1 and self.speculative and self.speculative.has_trees:
+            raise ValueError(
+                f"tree_width {self.speculative.tree_width} needs one rank, got {self.num_ranks}: "
+                "the keys of accepted drafts are moved on one device"
             )
 
     @property

@@ -12,8 +12,9 @@ import time
 
 from anabranch.engine.admission import Admission
 from anabranch.engine.arrivals import arrive
-from anabranch.engine.build import eos_ids, make_proposer, vocab_size
+from anabranch.engine.build import eos_ids, vocab_size
 from anabranch.engine.config import EngineConfig
+from anabranch.engine.drafters import make_proposer
 from anabranch.engine.launch import DraftChoice, Launched, Launcher
 from anabranch.engine.limits import SCORED_TOKENS
 from anabranch.engine.prompts import Prompt
@@ -52,7 +53,7 @@ class Engine:
             self.pool, self.limits.max_num_seqs, self.limits.max_num_tokens, SCORED_TOKENS
         )
         sampler = Sampler(built.rows, self.device)
-        self._proposer = make_proposer(config, built)
+        self._proposer = make_proposer(config.speculative, built.draft, self.limits)
         self.admission = Admission(
             tokenizer=self.tokenizer,
             vocab_size=self.vocab_size,
@@ -66,6 +67,7 @@ class Engine:
         self.adaptive = AdaptiveDrafts(
             built.limits.max_drafts,
             enabled=config.speculative is not None and config.speculative.adaptive,
+            has_trees=config.speculative is not None and config.speculative.has_trees,
         )
         self._launcher = Launcher(built, sampler, self._proposer, self.eos_ids)
         self._requests: dict[str, Request] = {}
@@ -177,7 +179,7 @@ class Engine:
 
     def _draft_on_host(self, num_drafts: int) -> None:
         for seq in self.scheduler.running:
-            seq.drafts, seq.num_drafts = [], 0
+            seq.drafts, seq.num_drafts, seq.draft_parents = [], 0, None
         if self._proposer is None or not num_drafts:
             return
         ready = [seq for seq in self.scheduler.running if seq.speculates and seq.decoding]
@@ -186,7 +188,7 @@ class Engine:
         if not self._proposer.on_device:
             self.stats.add_times({"proposal": 1e3 * (time.perf_counter() - start)})
         for seq in ready:
-            seq.num_drafts = min(seq.num_drafts, _room(seq))
+            seq.cut_drafts()
 
     def _land(self) -> list[Request]:
         """Take in the results of the step in flight."""
@@ -203,13 +205,14 @@ class Engine:
         place = 0
         for run in launched.step:
             self.stats.num_prompt_tokens += 0 if run.decoding else run.num_known
-            tokens, logprobs = list[int](), None
+            tokens, accepted, logprobs = list[int](), list[int](), None
             if run.samples and samples is not None:
                 tokens = samples.tokens[place]
+                accepted = samples.accepted[place]
                 logprobs = samples.logprobs[place] if samples.logprobs else None
                 place += 1
             try:
-                self._land_run(run, tokens, logprobs, launched, changed)
+                self._land_run(run, tokens, accepted, logprobs, launched, changed)
             except Exception as error:
                 for request in self._fail(run.seq.request_id, error):
                     changed[request.request_id] = request
@@ -229,6 +232,7 @@ class Engine:
         self,
         run: Scheduled,
         tokens: list[int],  # none for a part of a prompt
+        accepted: list[int],  # which drafts
         logprobs: HostLogprobs | None,
         launched: Launched,
         changed: dict[str, Request],
@@ -238,15 +242,15 @@ class Engine:
         if seq.finished:
             return  # aborted, or stopped while this step was in flight
         self._land_prompt(run, launched)
-        request, accepted = self._requests[seq.request_id], max(len(tokens) - 1, 0)
+        request = self._requests[seq.request_id]
         if tokens:
-            self._count(run, accepted, launched.choice.num_drafts)
-            seq.num_computed += accepted if seq.row is not None else 0
+            self._count(run, len(accepted), launched.choice.num_drafts)
+            seq.num_computed += len(accepted) if seq.row is not None else 0
             self.stats.num_output_tokens += arrive(
                 request,
                 seq,
                 tokens,
-                num_drafted=run.num_drafts,
+                rejects=run.has_drafts_after(accepted),
                 step=launched.number,
                 logprobs=logprobs,
             )
@@ -264,26 +268,24 @@ class Engine:
             entries = launched.prompts[run].wait()
             run.seq.prompt_logprobs[run.start : run.start + len(entries)] = entries
 
-    def _remember(self, run: Scheduled, num_accepted: int) -> None:
+    def _remember(self, run: Scheduled, accepted: list[int]) -> None:
         seq = run.seq
         if self._proposer is not None:
-            self._proposer.finish(run, num_accepted)
+            self._proposer.finish(run, accepted)
         if self.config.prefix_caching:
             seq.pages.remember(seq.tokens, seq.num_computed)
             seq.pages.mark_drafted(min(seq.num_draft_computed, len(seq.tokens)))
 
     def _count(self, run: Scheduled, accepted: int, num_wanted: int) -> None:
         if run.num_drafts:
-            self.stats.speculative.count(run.num_drafts, accepted, self.limits.max_drafts)
+            deepest = max(run.depths)
+            self.stats.speculative.count(
+                run.num_drafts, accepted, self.limits.max_drafts, deepest=deepest
+            )
         if run.decoding and run.seq.speculates:
-            self.adaptive.count(min(num_wanted, _room(run.seq)), accepted)
+            self.adaptive.count(num_wanted, accepted, run.seq.draft_room)
 
     def _forget(self, seq: Sequence) -> None:
         self.scheduler.remove(seq)
         if self._proposer is not None:
             self._proposer.forget(seq)
-
-
-def _room(seq: Sequence) -> int:
-    """Drafts a sequence may have: verification emits one token beyond them."""
-    return seq.max_tokens - seq.num_output - 1

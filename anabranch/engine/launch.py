@@ -11,10 +11,11 @@ import torch
 from anabranch.engine.build import Built
 from anabranch.runner.model_runner import StepLogits
 from anabranch.runner.stage_clock import StageClock
+from anabranch.runner.step_layout import run_slots
 from anabranch.sampling.batch import SampleBatch
 from anabranch.sampling.logprobs import prompt_logprobs
 from anabranch.sampling.sampler import Sampler
-from anabranch.sampling.samples import PendingSamples
+from anabranch.sampling.samples import PendingSamples, SampleOutput
 from anabranch.sampling.token_logprobs import Logprob, TokenLogprobs, top_entries
 from anabranch.sampling.transfer import Download, download
 from anabranch.sequences.scheduled import Scheduled
@@ -132,10 +133,24 @@ class Launcher:
             num_drafts=[run.num_drafts for run in runs],
             draft_tokens=self._draft_tokens(runs, table_rows, width) if width else None,
             padded=logits.every is not None,
+            parents=_tree_parents(runs),
         )
         output = self._sampler.sample(rows, batch)
         self._built.unseen[table_rows, 0] = output.last_tokens
-        return output.to_host(self._built.saturated), prompts
+        samples = output.to_host(self._built.saturated)
+        self._compact(runs, output)
+        return samples, prompts
+
+    def _compact(self, runs: list[Scheduled], output: SampleOutput) -> None:
+        """Move the keys of accepted tree nodes to where their tokens now stand."""
+        if output.path is None:
+            return
+        runner, draft = self._built.runner, self._built.draft
+        shape = output.path.shape
+        slots = run_slots(runs, runner.page_size, shape[1])
+        on_device = self._to_device(slots.ravel().tolist()).view(shape)
+        for each in (runner,) if draft is None else (runner, draft.runner):
+            each.rows.move(on_device, output.path, output.num_accepted)
 
     def _prompt_rows(
         self, step: list[Scheduled], logits: StepLogits
@@ -183,3 +198,12 @@ class Launcher:
         device = self._built.device
         tensor = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
         return tensor.to(device, non_blocking=True)
+
+
+def _tree_parents(runs: list[Scheduled]) -> list[tuple[int, ...]] | None:
+    """Parents of all drafts, those of chains too; None where no drafts form a tree."""
+    if all(run.parents is None for run in runs):
+        return None
+    return [
+        tuple(range(-1, run.num_drafts - 1)) if run.parents is None else run.parents for run in runs
+    ]

@@ -84,8 +84,9 @@ def size(
         [each.model for each in models], largest, vocab, config.cache_formats
     )
     logits = max_num_seqs * (1 + max_drafts) * vocab * 4 * SAMPLING_COPIES
-    if draft is not None:  # drawing drafts in a graph
-        logits += max_num_seqs * SAMPLING_COPIES * vocab * 4
+    if draft is not None and config.speculative:  # drawing drafts in a graph
+        rows = max_num_seqs * config.speculative.tree_width
+        logits += rows * SAMPLING_COPIES * vocab * 4
     logits += min(SCORED_TOKENS, max_num_tokens) * SCORING_COPIES * vocab * 4
     if any(shape.is_latent for shape in [*layers.values(), *draft_layers.values()]):
         if config.context_parallel > 1:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from anabranch.sampling.token_logprobs import TokenLogprobs
+from anabranch.sequences.sequence import Origin
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,14 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     origins: list[int] = field(default_factory=list[int])  # an Origin for each token
     steps: list[int] = field(default_factory=list[int])  # the engine step that emitted each token
+
+    @property
+    def verifications(self) -> list[int]:
+        """Tokens of each step that had drafts: one token, if the drafts were all rejected."""
+        pairs = zip(self.steps, self.origins, strict=True)
+        rejected = {step for step, origin in pairs if origin == Origin.CORRECTED}
+        tokens = Counter(self.steps)
+        return [count for step, count in tokens.items() if count > 1 or step in rejected]
 
 
 @dataclass(frozen=True, slots=True)

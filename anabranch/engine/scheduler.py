@@ -111,8 +111,10 @@ class Scheduler:
             if youngest is seq:
                 return None
         samples = num_tokens - drafts == seq.num_uncomputed
+        tree = seq.draft_parents if drafts else None
+        parents = None if tree is None else tuple(tree[:drafts])
         return self._count_scored(
-            Scheduled(seq, seq.num_computed, num_tokens, drafts, samples=samples)
+            Scheduled(seq, seq.num_computed, num_tokens, drafts, samples=samples, parents=parents)
         )
 
     def _admit(self, seq: Sequence, budget: int) -> Scheduled | None:

@@ -14,17 +14,19 @@ class SpeculativeStats:
     num_accepted_tokens: int = 0
     num_emitted_tokens: int = 0  # the accepted ones and one more
     num_max_tokens: int = 0  # what would have been emitted had all drafts been right
-    drafted_at: list[int] = field(default_factory=list[int])  # by position
+    drafted_at: list[int] = field(default_factory=list[int])  # by position, once for siblings
     accepted_at: list[int] = field(default_factory=list[int])
 
-    def count(self, drafted: int, accepted: int, max_drafts: int) -> None:
-        """One sequence was verified."""
+    def count(
+        self, drafted: int, accepted: int, max_drafts: int, *, deepest: int | None = None
+    ) -> None:
+        """One sequence was verified, whose tree of drafts is so deep; None for a chain."""
         self.num_drafts += 1
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         self.num_emitted_tokens += accepted + 1
         self.num_max_tokens += max_drafts + 1
-        for counts, number in ((self.drafted_at, drafted), (self.accepted_at, accepted)):
+        for counts, number in ((self.drafted_at, deepest or drafted), (self.accepted_at, accepted)):
             counts.extend([0] * (max_drafts - len(counts)))
             for position in range(number):
                 counts[position] += 1

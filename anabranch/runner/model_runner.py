@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from anabranch.kernels.cpu.waiting import CoreSharing
+from anabranch.runner.cache_rows import CacheRows
 from anabranch.runner.dealt_step import DealtPages
 from anabranch.runner.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
 from anabranch.runner.kv_cache import LayerCache
@@ -22,6 +23,7 @@ from anabranch.runner.step_inputs import StepInputs
 from anabranch.runner.step_layout import SHORT, WHOLE, DecodeWay, Scorer, StepLayout, lay_out
 from anabranch.runner.step_work import StepWork
 from anabranch.sequences.scheduled import Scheduled
+from anabranch.tree import MAX_NODES, DraftTree
 
 
 class StepLogits(NamedTuple):
@@ -49,9 +51,12 @@ class ModelRunner:
         fused_merge: bool = True,
         dealt: DealtPages | None = None,
         choice: StepChoice | None = None,
+        trees: bool = False,
     ) -> None:
         self.model = model
         self.choice = choice or StepChoice()
+        self.rows = CacheRows(caches)
+        self._trees = trees  # graphs of several tokens a sequence take a tree mask
         self._fused_merge = fused_merge
         self.scorer = scorer
         self.page_size = caches[0].k.shape[1] * (dealt.ranks.num_ranks if dealt else 1)
@@ -76,7 +81,8 @@ class ModelRunner:
         """What has to be run, in a form that every rank can run."""
         way = self.choice.way(step)
         key = self._graph_key(step, way)
-        layout = self._lay_out(step, every_row=key is not None)
+        trees = any(run.parents for run in step) or self._masks(key)
+        layout = self._lay_out(step, every_row=key is not None, trees=trees)
         return StepWork(layout, key or self._prompt_key(step), way)
 
     @torch.inference_mode()
@@ -102,25 +108,31 @@ class ModelRunner:
         self._load(inputs, layout, layout.num_tokens, layout.num_seqs)
         short = self._short(layout)
         is_fresh = layout.is_fresh(short[1] if short else 0)
-        attending = inputs.step(
-            layout.num_tokens, layout.num_seqs, short, is_fresh=is_fresh, way=way
-        )
+        sizes = layout.num_tokens, layout.num_seqs
+        tree = None if layout.parents is None else inputs.tree(*(short or sizes))
+        attending = inputs.step(*sizes, short, is_fresh=is_fresh, way=way, tree=tree)
         attending.host_lens = layout.lens()
         if self._dealt is not None:
             longest = int(np.diff(layout.cu_seqlens).max())
             attending = self._dealt.step(attending, longest)
         rows = inputs.logit_rows(len(layout.logit_rows))
-        return self._forward(inputs, attending, layout.num_tokens, rows)
+        return self._forward(inputs, attending, layout.num_tokens, rows, tree)
 
     def _load(self, inputs: StepInputs, layout: StepLayout, num_tokens: int, num_seqs: int) -> None:
         if self._dealt is not None:
             layout = replace(layout, slots=self._dealt.own_slots(layout.slots))
         inputs.load(layout, num_tokens, num_seqs)
 
-    def _lay_out(self, step: Sequence[Scheduled], *, every_row: bool) -> StepLayout:
+    def _masks(self, key: GraphKey | None) -> bool:
+        """Whether a graph takes a tree mask, so that chains must have one, too."""
+        return self._trees and key is not None and key.q_len > 1
+
+    def _lay_out(
+        self, step: Sequence[Scheduled], *, every_row: bool, trees: bool = False
+    ) -> StepLayout:
         width = self._unseen.shape[1]
         short = self.choice.most_short
-        return lay_out(step, self.scorer, self.page_size, width, every_row, short)
+        return lay_out(step, self.scorer, self.page_size, width, every_row, short, trees=trees)
 
     def _fitting(self, layout: StepLayout) -> StepInputs:
         return next(
@@ -131,7 +143,8 @@ class ModelRunner:
 
     def _short(self, layout: StepLayout) -> tuple[int, int] | None:
         """Decodes among prefills are attended to apart: on a GPU with tiles of their own."""
-        return layout.short if self._unseen.is_cuda or self.choice.sparse else None
+        apart = self._unseen.is_cuda or self.choice.sparse or layout.parents is not None
+        return layout.short if apart else None
 
     def forward(
         self,
@@ -153,11 +166,16 @@ class ModelRunner:
         return outputs.logits[0]
 
     def _forward(
-        self, inputs: StepInputs, step: Step, num_tokens: int, rows: torch.Tensor | int
+        self,
+        inputs: StepInputs,
+        step: Step,
+        num_tokens: int,
+        rows: torch.Tensor | int,
+        tree: DraftTree | None = None,
     ) -> torch.Tensor:
         """The model over what the buffers hold."""
         ids = inputs.ids(num_tokens, self._unseen)
-        return self.forward(ids, inputs.positions(num_tokens), step, rows)
+        return self.forward(ids, inputs.positions(num_tokens, tree), step, rows)
 
     def compile_layers(self) -> None:
         """Compile decoder layers, one code for all of them: what is elementwise is fused."""
@@ -180,7 +198,8 @@ class ModelRunner:
 
     def _inert(self, key: GraphKey) -> Forward:
         num_tokens, num_seqs = key.num_tokens, key.num_seqs(self.scorer)
-        self._inputs[0].load(self._lay_out([], every_row=True), num_tokens, num_seqs)
+        layout = self._lay_out([], every_row=True, trees=self._masks(key))
+        self._inputs[0].load(layout, num_tokens, num_seqs)
         return partial(self._captured, num_tokens, num_seqs, key)
 
     @torch.inference_mode()
@@ -206,9 +225,10 @@ class ModelRunner:
         *,
         is_fresh: bool = False,
         way: DecodeWay = WHOLE,
+        tree: DraftTree | None = None,
     ) -> Step:
         """A step whose sequences all run equally many tokens, as graphs have them."""
-        step = inputs.step(num_tokens, num_seqs, is_fresh=is_fresh, way=way)
+        step = inputs.step(num_tokens, num_seqs, is_fresh=is_fresh, way=way, tree=tree)
         return step if self._dealt is None else self._dealt.step(step, num_tokens // num_seqs)
 
     @torch.inference_mode()
@@ -217,17 +237,23 @@ class ModelRunner:
         for done, key in enumerate(shapes):
             if progress:
                 progress("compiling kernels", done, len(shapes))
-            layout = self._lay_out([], every_row=False)
+            trees = self._trees and 1 < key.q_len <= MAX_NODES
+            layout = self._lay_out([], every_row=False, trees=trees)
             inputs = next(each for each in self._inputs if key.num_tokens <= each.max_num_tokens)
             inputs.load(layout, key.num_tokens, key.batch)
             for is_fresh in {False, key.q_len > SHORT}:
                 step = self._even_step(inputs, key.num_tokens, key.batch, is_fresh=is_fresh)
                 self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
+            if trees:
+                tree = inputs.tree(key.num_tokens, key.batch)
+                step = self._even_step(inputs, key.num_tokens, key.batch, tree=tree)
+                self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1), tree)
 
     def _captured(self, num_tokens: int, num_seqs: int, key: GraphKey) -> torch.Tensor:
         inputs = self._inputs[0]
-        step = self._even_step(inputs, num_tokens, num_seqs, way=key.way)
-        return self._forward(inputs, step, num_tokens, 0)
+        tree = inputs.tree(num_tokens, num_seqs) if self._masks(key) else None
+        step = self._even_step(inputs, num_tokens, num_seqs, way=key.way, tree=tree)
+        return self._forward(inputs, step, num_tokens, 0, tree)
 
     def _graph_key(self, step: Sequence[Scheduled], way: DecodeWay) -> GraphKey | None:
         lengths = {run.num_tokens for run in step}

@@ -10,8 +10,9 @@ from anabranch.runner.entry import Entry
 from anabranch.runner.fixed_arrays import FixedArrays
 from anabranch.runner.step import Step
 from anabranch.runner.step_layout import WHOLE, DecodeWay, StepLayout
+from anabranch.tree import DraftTree, make_draft_tree
 
-INT32 = ("cu_seqlens", "cu_long", "seq_lens", "long_lens")
+INT32 = ("parents", "cu_seqlens", "cu_long", "seq_lens", "long_lens")
 ALIGNED = 4  # every row of the page table begins at 16 bytes: kernels are compiled for that
 
 
@@ -24,7 +25,13 @@ class StepInputs:
     """Buffers for steps of up to some number of tokens and sequences."""
 
     def __init__(
-        self, *, max_num_tokens: int, max_num_seqs: int, max_num_pages: int, device: torch.device
+        self,
+        *,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        max_num_pages: int,
+        device: torch.device,
+        trees: bool = False,
     ) -> None:
         self.max_num_tokens = max_num_tokens
         self.max_num_seqs = max_num_seqs
@@ -39,6 +46,7 @@ class StepInputs:
             "cu_long": max_num_seqs + 1,
             "seq_lens": max_num_seqs,
             "long_lens": max_num_seqs,
+            **({"parents": max_num_tokens} if trees else {}),
         }
         fields = {
             name: (torch.int32 if name in INT32 else torch.int64, (size,))
@@ -59,6 +67,8 @@ class StepInputs:
         )  # a graph always reads at least one row
         _fill(arrays["seq_lens"], layout.seq_lens, 0, num_seqs)
         _fill_bounds(arrays["cu_seqlens"], layout, num_tokens, num_seqs)
+        if layout.parents is not None:
+            _fill(arrays["parents"], layout.parents, -1, num_tokens)
         long = layout.cu_seqlens[layout.num_short :]
         _fill(arrays["cu_long"], long - long[0], 0, len(long))
         _fill(arrays["long_lens"], layout.seq_lens[layout.num_short :], 0, 0)
@@ -71,9 +81,20 @@ class StepInputs:
         ids, sources = (self._arrays.tensors[name][:num_tokens] for name in ("ids", "sources"))
         return torch.where(sources < 0, ids, unseen.flatten()[sources.clamp(min=0)])
 
-    def positions(self, num_tokens: int) -> torch.Tensor:
-        """Of every token in its sequence."""
-        return self._arrays.tensors["positions"][:num_tokens]
+    def positions(self, num_tokens: int, tree: DraftTree | None = None) -> torch.Tensor:
+        """Of every token in its sequence; those of trees, which come first, by their depth."""
+        positions = self._arrays.tensors["positions"][:num_tokens]
+        if tree is None:
+            return positions
+        of_trees = tree.positions.clamp(min=0).long()  # inert sequences have no context
+        return torch.cat([of_trees, positions[len(of_trees) :]])
+
+    def tree(self, num_tokens: int, num_seqs: int) -> DraftTree:
+        """Masks and positions of the first tokens and sequences, made from their parents."""
+        at = self._arrays.tensors
+        starts, lengths = at["cu_seqlens"][: num_seqs + 1], at["seq_lens"][:num_seqs]
+        parents = at["parents"][:num_tokens]
+        return make_draft_tree(parents, cu_seqlens_q=starts, seq_lens=lengths)
 
     def logit_rows(self, count: int) -> torch.Tensor:
         """Tokens whose logits are wanted."""
@@ -87,11 +108,12 @@ class StepInputs:
         *,
         is_fresh: bool = False,
         way: DecodeWay = WHOLE,
+        tree: DraftTree | None = None,
     ) -> Step:
         """What attention reads; `short` tokens and sequences in front get an entry of their own.
 
         With `is_fresh`, all keys of the last entry's sequences are new. The first entry attends
-        in a `way` of its own.
+        in a `way` of its own, under the mask of a tree if there is one.
         """
         views = self._arrays.tensors
         bounds, starts = [0, num_tokens], [0, num_seqs]
@@ -106,6 +128,7 @@ class StepInputs:
                 views["pages"][starts[i] : starts[i + 1], : self._num_pages],
                 is_fresh and i == len(bounds) - 2,
                 way=WHOLE if i or (is_fresh and len(bounds) == 2) else way,
+                tree_mask=None if i or tree is None else tree.tree_mask,
             )
             for i in range(len(bounds) - 1)
         ]

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from anabranch.runner.host_lens import HostLens
 from anabranch.sequences.scheduled import Scheduled
+from anabranch.tree import MAX_NODES
 
 Ints = NDArray[np.int64]
 SHORT = 32  # queries of a sequence up to which it is attended to like a decode
@@ -52,6 +53,7 @@ class StepLayout:
     pages: list[list[int]]  # for each sequence
     logit_rows: Ints
     num_short: int  # sequences with few queries, if they come first
+    parents: Ints | None = None  # of the short sequences' tokens, each counted in its sequence
 
     @property
     def num_tokens(self) -> int:
@@ -81,9 +83,14 @@ class StepLayout:
         return np.array_equal(self.seq_lens[first:], np.diff(self.cu_seqlens)[first:])
 
 
+def is_short(run: Scheduled, most_short: int = SHORT) -> bool:
+    """Whether a sequence is attended to like a decode."""
+    return run.num_tokens <= (most_short if run.parents is None else MAX_NODES)
+
+
 def short_first(step: list[Scheduled], short: int = SHORT) -> list[Scheduled]:
     """Sequences with few queries before the others, as attention wants them."""
-    return sorted(step, key=lambda run: run.num_tokens > short)
+    return sorted(step, key=lambda run: not is_short(run, short))
 
 
 def lay_out(
@@ -93,8 +100,14 @@ def lay_out(
     table_width: int,
     every_row: bool,
     most_short: int = SHORT,
+    *,
+    trees: bool = False,
 ) -> StepLayout:
-    """Arrays of a step, short sequences first. `every_row` asks for the logits of every token."""
+    """Arrays of a step, short sequences first. `every_row` asks for the logits of every token.
+
+    With `trees`, short sequences get parents, from which the device makes masks and positions; with
+    `every_row`, all do.
+    """
     bounds = np.cumsum([0, *(run.num_tokens for run in step)])
     ids, sources = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], -1, np.int64)
     positions, slots = np.empty_like(ids), np.empty_like(ids)
@@ -108,11 +121,44 @@ def lay_out(
         rows.append(_logit_rows(run, start, every_row))
     cu_seqlens, seq_lens, pages = _sequences(step, bounds, scorer)
     logit_rows = np.concatenate(rows) if rows else np.empty(0, np.int64)
-    short = np.diff(cu_seqlens) <= most_short
-    num_short = int(short.sum()) if not np.diff(short.astype(np.int8)).clip(0).any() else 0
+    num_short = _count_short(step, cu_seqlens, scorer, most_short)
+    # a graph has equally many tokens of all, for which one mask serves
+    parents = _parents(step if every_row else step[:num_short]) if trees else None
     return StepLayout(
-        ids, sources, positions, slots, cu_seqlens, seq_lens, pages, logit_rows, num_short
+        ids, sources, positions, slots, cu_seqlens, seq_lens, pages, logit_rows, num_short, parents
     )
+
+
+def run_slots(runs: Sequence[Scheduled], page_size: int, width: int) -> Ints:
+    """Where the keys of each run's first `width` tokens lie, [num_runs, width]; -1 after them."""
+    found = np.full((len(runs), width), -1, np.int64)
+    for row, run in zip(found, runs, strict=True):
+        size = min(run.num_tokens, width)
+        row[:size] = _slots(run, np.arange(run.start, run.start + size), page_size)
+    return found
+
+
+def _count_short(
+    step: Sequence[Scheduled], cu_seqlens: Ints, scorer: Scorer, most_short: int
+) -> int:
+    """How many sequences are short, if they all come first."""
+    if scorer is Scorer.BATCH_EXPANSION:
+        short = np.diff(cu_seqlens) <= most_short
+    else:
+        short = np.array([is_short(run, most_short) for run in step], bool)
+    return int(short.sum()) if not np.diff(short.astype(np.int8)).clip(0).any() else 0
+
+
+def _parents(runs: Sequence[Scheduled]) -> Ints:
+    """Known tokens form a chain, to whose end the drafts are tied; padding follows the context."""
+    found: list[int] = []
+    for run in runs:
+        last = run.num_known - 1
+        found += range(-1, last)
+        drafts = range(-1, run.num_drafts - 1) if run.parents is None else run.parents
+        found += [last + 1 + parent for parent in drafts]
+        found += [-1] * run.num_padding
+    return np.array(found, np.int64)
 
 
 def _slots(run: Scheduled, place: Ints, page_size: int) -> Ints:

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.sampling.batch import Positions, SampleBatch
+from anabranch.sampling.batch import Positions, SampleBatch, tree_arrays
 from anabranch.sampling.filters import apply_filters, top_k_bounds
 from anabranch.sampling.logits import add_biases, clean_scores, log_weights, penalise
 from anabranch.sampling.logprobs import Logprobs, token_logprobs
@@ -16,7 +16,7 @@ from anabranch.sampling.noise import draw, noise_keys
 from anabranch.sampling.parameter_rows import SamplingRows, Work
 from anabranch.sampling.token_counts import TokenCounts
 from anabranch.sampling.transfer import Array, upload
-from anabranch.sampling.verify import accept_equal, emit
+from anabranch.sampling.verify import Verified, accept_equal, emit, walk_trees
 
 _FILTERS = {
     Work.GREEDY: "greedy",
@@ -56,8 +56,8 @@ class SampleStep:
             arrays["num_drafts"] = np.array(self.batch.num_drafts, np.int64)
             if self.positions.places.size != self.positions.seqs.size:
                 arrays["places"] = self.positions.places
-            if Work.LOGPROBS in self.work:
-                arrays |= {"seqs": self.positions.seqs, "steps": self.positions.steps}
+            if self.batch.parents is not None:
+                arrays |= tree_arrays(self.batch.parents, self.batch.max_drafts + 1)
         return arrays
 
     def _drawing_arrays(self) -> dict[str, Array]:
@@ -124,12 +124,17 @@ class SampleStep:
         bound = torch.maximum(bounds[0], bounds[-1]) if bounds else None
         return apply_filters(logs, bound, at.get("top_p"))
 
-    def verify(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    def verify(self, chosen: Tensor) -> Verified:
         """Emit what the target chose, as far as the drafts agree with it, and one more."""
-        assert self.batch.draft_tokens is not None
-        chosen = self._by_seq(chosen)
-        num_accepted = accept_equal(chosen, self.batch.draft_tokens, self.tensors["num_drafts"])
-        return emit(chosen, num_accepted), num_accepted
+        drafts = self.batch.draft_tokens
+        assert drafts is not None
+        chosen, num_drafts = self._by_seq(chosen), self.tensors["num_drafts"]
+        if self.batch.parents is not None:
+            above, depths = self.tensors["above"], self.tensors["depths"]
+            deepest = int(self.positions.steps.max())
+            return walk_trees(chosen, drafts, num_drafts, above, depths, deepest)
+        num_accepted = accept_equal(chosen, drafts, num_drafts)
+        return Verified(emit(chosen, num_accepted), num_accepted)
 
     def _by_seq(self, rows: Tensor) -> Tensor:
         """[num_logits, ...] as [num_seqs, max_drafts + 1, ...]."""
@@ -137,12 +142,18 @@ class SampleStep:
             return rows[self.tensors["places"]]
         return rows.view(*self.positions.places.shape, *rows.shape[1:])
 
-    def logprobs(self, logits: Tensor, tokens: Tensor) -> Logprobs:
-        """Of the emitted tokens; those of padding mean nothing."""
+    def logprobs(self, logits: Tensor, chosen: Tensor, verified: Verified | None) -> Logprobs:
+        """Of the emitted tokens, given those chosen at each row; those of padding mean nothing."""
         num_top = int(self._table["num_top"].max())
-        if not self.batch.max_drafts:
-            found = token_logprobs(logits, tokens.squeeze(1), num_top)
-            return Logprobs(*(part.unsqueeze(1) for part in found))
-        chosen = tokens[self.tensors["seqs"], self.tensors["steps"]]
         found = token_logprobs(logits, chosen, num_top)
-        return Logprobs(*(self._by_seq(part) for part in found))
+        if verified is None:
+            return Logprobs(*(part.unsqueeze(1) for part in found))
+        by_seq = Logprobs(*(self._by_seq(part) for part in found))
+        if verified.path is None:
+            return by_seq
+        return Logprobs(*(_along(part, verified.path) for part in by_seq))
+
+
+def _along(values: Tensor, path: Tensor) -> Tensor:
+    """Values [num_seqs, width, ...] of the nodes of a path [num_seqs, width]."""
+    return values[torch.arange(len(path), device=path.device).unsqueeze(1), path]

@@ -62,18 +62,21 @@ class Sampler:
         step = SampleStep(self._rows, batch, self.device)
         scores = step.process(logits, self._counts)
         chosen = step.choose(scores, first_argmax(scores))
-        if batch.max_drafts:
-            tokens, num_accepted = step.verify(chosen)
+        verified = step.verify(chosen) if batch.max_drafts else None
+        if verified is not None:
+            tokens, num_accepted, path = verified
             num_emitted = num_accepted + 1
         else:
-            tokens = chosen.unsqueeze(1)
+            tokens, path = chosen.unsqueeze(1), None
             num_accepted = self._zeros[: len(batch.rows)]
             num_emitted = self._ones[: len(batch.rows)]
         if Work.PENALTIES in step.work:
             assert self._counts is not None
             self._counts.emit(step.tensors["seq_rows"], tokens, num_emitted)
-        logprobs = step.logprobs(logits, tokens) if Work.LOGPROBS in step.work else None
-        return SampleOutput(tokens, num_emitted, num_accepted, logprobs)
+        logprobs = None
+        if Work.LOGPROBS in step.work:
+            logprobs = step.logprobs(logits, chosen, verified)
+        return SampleOutput(tokens, num_emitted, num_accepted, logprobs, path)
 
     def _check(self, logits: Tensor, batch: SampleBatch) -> None:
         if logits.shape != (batch.num_logits, self.vocab_size):

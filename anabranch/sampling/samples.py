@@ -21,6 +21,7 @@ class SampleOutput:
     num_emitted: Tensor  # [num_seqs], int64
     num_accepted: Tensor  # [num_seqs], int64
     logprobs: Logprobs | None = None  # of [num_seqs, max_drafts + 1] tokens
+    path: Tensor | None = None  # of trees, [num_seqs, max_drafts + 1]: the node of each token
 
     @property
     def last_tokens(self) -> Tensor:
@@ -32,6 +33,8 @@ class SampleOutput:
     def to_host(self, saturated: Tensor | None = None) -> PendingSamples:
         """Starts the one copy to the host, which takes along a counter of the caches."""
         tensors = {"tokens": self.tokens, "num_accepted": self.num_accepted}
+        if self.path is not None:
+            tensors["path"] = self.path
         if saturated is not None:
             tensors["saturated"] = saturated
         if self.logprobs is not None:
@@ -55,6 +58,7 @@ class HostSamples:
 
     tokens: list[list[int]]
     num_accepted: list[int]
+    accepted: list[list[int]]  # which drafts, in the order of the tokens
     logprobs: list[HostLogprobs] | None = None
     saturated: int = 0  # the counter that came along, of 32 bits
 
@@ -72,10 +76,16 @@ class PendingSamples:
         rows: list[list[int]] = arrays.pop("tokens").tolist()
         tokens = [row[: accepted + 1] for row, accepted in zip(rows, num_accepted, strict=True)]
         saturated = int(arrays.pop("saturated")[0]) if "saturated" in arrays else 0
+        accepted = [list(range(count)) for count in num_accepted]
+        if "path" in arrays:
+            paths: list[list[int]] = (arrays.pop("path") - 1).tolist()
+            accepted = [
+                path[1 : 1 + count] for path, count in zip(paths, num_accepted, strict=True)
+            ]
         if not arrays:
-            return HostSamples(tokens, num_accepted, saturated=saturated)
+            return HostSamples(tokens, num_accepted, accepted, saturated=saturated)
         logprobs = [
             HostLogprobs(**{name: array[seq, : accepted + 1] for name, array in arrays.items()})
             for seq, accepted in enumerate(num_accepted)
         ]
-        return HostSamples(tokens, num_accepted, logprobs, saturated)
+        return HostSamples(tokens, num_accepted, accepted, logprobs, saturated)

@@ -8,6 +8,7 @@ from enum import IntEnum
 from anabranch.sampling.params import SamplingParams
 from anabranch.sampling.token_logprobs import TokenLogprobs
 from anabranch.sequences.sequence_pages import SequencePages
+from anabranch.tree import node_depths
 
 
 class Origin(IntEnum):
@@ -44,6 +45,8 @@ class Sequence:
     num_preemptions: int = 0
     drafts: list[int] = field(default_factory=list[int])
     num_drafts: int = 0  # to verify in the next step
+    # for drafts that form a tree: of each, an earlier draft, or -1 for the last token
+    draft_parents: list[int] | None = None
     origins: list[Origin] = field(default_factory=list[Origin])
     steps: list[int] = field(default_factory=list[int])  # which step emitted a token
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
@@ -85,6 +88,21 @@ class Sequence:
     def exhausted(self) -> bool:
         """Whether the tokens known and pending are all it may have."""
         return self.length - self.prompt_len >= self.max_tokens
+
+    @property
+    def draft_room(self) -> int:
+        """How deep its drafts may be: verification emits one token beyond them."""
+        return self.max_tokens - self.num_output - 1
+
+    def cut_drafts(self) -> None:
+        """Keep the drafts before the first that stands beyond the room."""
+        room = self.draft_room
+        if self.draft_parents is None:
+            self.num_drafts = min(self.num_drafts, room)
+            return
+        depths = node_depths(self.draft_parents[: self.num_drafts])
+        cut = (place for place, depth in enumerate(depths) if depth > room)
+        self.num_drafts = next(cut, len(depths))
 
     @property
     def finished(self) -> bool:

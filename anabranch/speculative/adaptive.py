@@ -102,8 +102,10 @@ class AdaptiveDrafts:
 
     max_drafts: int
     enabled: bool = True
+    has_trees: bool = False  # the drafts of a step do not all follow each other
     reason: str = "drafts are being tried"
     _accepted: list[Mean] = field(default_factory=list[Mean])  # given that all before were
+    _grown: dict[int, Mean] = field(default_factory=dict[int, Mean])  # accepted of trees, by size
     _situations: dict[tuple[int, bool], Situation] = field(
         default_factory=dict[tuple[int, bool], Situation]
     )
@@ -150,18 +152,36 @@ class AdaptiveDrafts:
         """
         self._situation(batch, with_prompts).observe(num_drafts, ms)
 
-    def count(self, wanted: int, accepted: int) -> None:
-        """Drafts were requested for a sequence; one that was not found counts as rejected."""
+    def count(self, wanted: int, accepted: int, room: int) -> None:
+        """Drafts were requested for a sequence; one that was not found counts as rejected.
+
+        Drafts deeper than `room` are not made; trees that may be cut by it do not count.
+        """
+        if self.has_trees:
+            if wanted <= room:
+                self._grown.setdefault(wanted, Mean()).add(accepted)
+            return
+        wanted = min(wanted, room)
         for position in range(min(accepted + 1, wanted)):
             self._accepted[position].add(float(position < accepted))
 
     def expected_tokens(self, num_drafts: int) -> float:
         """Of a sequence and step."""
+        if self.has_trees:
+            return 1.0 + self._expected_of_trees(num_drafts)
         total, reached = 1.0, 1.0
         for mean in self._accepted[:num_drafts]:
             reached *= mean.value
             total += reached
         return total
+
+    def _expected_of_trees(self, num_drafts: int) -> float:
+        """Accepted drafts; of sizes that were not tried, in proportion to the largest."""
+        if not num_drafts:
+            return 0.0
+        most = self._grown.get(self.max_drafts, Mean(PRIOR))
+        measured = self._grown.get(num_drafts)
+        return most.value * num_drafts / self.max_drafts if measured is None else measured.value
 
     def gain(self, batch: int, num_drafts: int, *, with_prompts: bool = False) -> float:
         """Tokens of a sequence in a second."""

@@ -50,15 +50,22 @@ class DraftChain:
 
         The draft model has computed all but the last CATCH_UP known tokens.
         """
-        most, kind = max(run.num_drafts for run in runs), self._draws.kind(runs)
-        key = self._fitting(ChainKey(most, kind, len(runs)))
-        self._inputs.load(runs, key.batch)
-        if kind is not Kind.BEST:
-            self._draws.load(runs, key.batch)
+        key = self._fitting(ChainKey(self.num_passes(runs), self._draws.kind(runs), len(runs)))
+        self.load(runs, key)
         if key in self.graphs:
             self.graphs.replay(key)
         else:
             self.run(key)
+
+    def num_passes(self, runs: Seq[Scheduled]) -> int:
+        """Of the draft model."""
+        return max(run.num_drafts for run in runs)
+
+    def load(self, runs: Seq[Scheduled], key: ChainKey) -> None:
+        """Copy to the device what the passes read."""
+        self._inputs.load(runs, key.batch)
+        if key.kind is not Kind.BEST:
+            self._draws.load(runs, key.batch)
 
     def run(self, key: ChainKey) -> torch.Tensor:
         """Drafts [batch, num_drafts] for what the buffers hold, all on the device."""
@@ -80,8 +87,7 @@ class DraftChain:
         self.graphs.capture_all(keys, self._inert, progress)
 
     def _inert(self, key: ChainKey) -> Forward:
-        self._inputs.load([], key.batch)
-        self._draws.load([], key.batch)
+        self.load([], key)
         return partial(self.run, key)
 
     def _fitting(self, wanted: ChainKey) -> ChainKey:

@@ -73,14 +73,44 @@ class DraftDraws:
         drawn = draw(self._filter(scores, best, kind), at["noise_keys"][place, : len(logits)])
         return torch.where(at["greedy"][: len(logits)], best, drawn)
 
-    def _filter(self, scores: torch.Tensor, best: torch.Tensor, kind: Kind) -> torch.Tensor:
-        at = {name: self._arrays.tensors[name][: len(scores)] for name in INERT}
+    def rank(
+        self, logits: torch.Tensor, place: int, kind: Kind, width: int, batch: int
+    ) -> torch.Tensor:
+        """The first choices at this place [rows, width]; the rows are of `batch` sequences in turn.
+
+        Drawn ones are the first that the request's noise would draw without those before.
+        """
+        best = logits.topk(width).indices
+        if kind is Kind.BEST:
+            return best
+        scores, repeats = clean_scores(logits), len(logits) // batch
+        logs = self._filter(scores, best[:, 0], kind, repeats)
+        at = self._arrays.tensors
+        keys = _repeat(at["noise_keys"][place, :batch], repeats)
+        drawn: list[torch.Tensor] = []
+        for _ in range(width):
+            drawn.append(draw(logs, keys))
+            logs.scatter_(1, drawn[-1][:, None], -torch.inf)
+        is_greedy = _repeat(at["greedy"][:batch], repeats)[:, None]
+        return torch.where(is_greedy, best, torch.stack(drawn, 1))
+
+    def _filter(
+        self, scores: torch.Tensor, best: torch.Tensor, kind: Kind, repeats: int = 1
+    ) -> torch.Tensor:
+        at = {name: self._arrays.tensors[name][: len(scores) // repeats] for name in INERT}
+        if repeats > 1:
+            at = {name: _repeat(values, repeats) for name, values in at.items()}
         logs = log_weights(scores, best, at["inverse_temperature"])
         bounds = at["log_min_p"]
         if kind is not Kind.FILTERED:
             return apply_filters(logs, bounds, None)
         bounds = torch.maximum(bounds, top_k_bounds(logs, at["top_k"], self._max_top_k))
         return apply_filters(logs, bounds, at["top_p"])
+
+
+def _repeat(values: torch.Tensor, repeats: int) -> torch.Tensor:
+    """Each value so often, one after the other."""
+    return values[:, None].expand(-1, repeats).flatten()
 
 
 def _rows(runs: Seq[Scheduled]) -> list[int]:

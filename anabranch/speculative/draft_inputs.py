@@ -17,6 +17,7 @@ from anabranch.runner.fixed_arrays import FixedArrays
 from anabranch.runner.step import Step
 from anabranch.runner.step_inputs import aligned
 from anabranch.sequences.scheduled import Scheduled
+from anabranch.tree import make_draft_tree
 
 CATCH_UP = 2  # tokens the draft model has not computed after all drafts were accepted
 
@@ -110,6 +111,31 @@ class DraftInputs:
             step = self._step(batch, 1, ends[place], slots[place, :batch])
             passes.append(Pass(positions[place, :batch], step, 0))
         return passes
+
+    def tree_pass(self, batch: int, parents: torch.Tensor) -> Pass:
+        """All nodes of a tree of one shape for every sequence; `parents` is int32 [num_nodes].
+
+        Nodes from a sequence's number of drafts on are not kept.
+        """
+        at, num_nodes = self._arrays.tensors, len(parents)
+        lengths = at["lengths"][:batch, None]
+        nodes = torch.arange(num_nodes, device=parents.device)
+        is_kept = (nodes < at["num_drafts"][:batch, None]) & (lengths > 0)
+        places = torch.where(is_kept, lengths + nodes, 0)
+        pages = at["pages"][:batch].gather(1, places // self._page_size)
+        slots = torch.where(is_kept, pages * self._page_size + places % self._page_size, -1)
+        ends = torch.where(lengths > 0, lengths + num_nodes, 0).flatten().int()
+        starts = torch.arange(batch + 1, dtype=torch.int32, device=parents.device) * num_nodes
+        tree = make_draft_tree(parents.repeat(batch), cu_seqlens_q=starts, seq_lens=ends)
+        entry = Entry(
+            slice(0, batch * num_nodes),
+            starts,
+            ends,
+            at["pages"][:batch, : self._num_pages],
+            tree_mask=tree.tree_mask,
+        )
+        positions = tree.positions.clamp(min=0).long()  # inert sequences have no context
+        return Pass(positions, Step([entry], slots.flatten()), 0)
 
     def _step(self, batch: int, q_len: int, ends: torch.Tensor, slots: torch.Tensor) -> Step:
         pages = self._arrays.tensors["pages"][:batch, : self._num_pages]

@@ -53,11 +53,11 @@ class DraftProposer:
             with clock.stage("proposal"):
                 self._chain.draft(drafting)
 
-    def finish(self, run: Scheduled, num_accepted: int) -> None:
+    def finish(self, run: Scheduled, accepted: Seq[int]) -> None:
         """The draft model has computed all drafts but the last."""
         if run.seq.speculates and run.num_drafts:
             known = run.start + run.num_known
-            run.seq.num_draft_computed = known + min(num_accepted, run.num_drafts - 1)
+            run.seq.num_draft_computed = known + min(len(accepted), run.num_drafts - 1)
 
     def forget(self, seq: Sequence) -> None:
         """Pages are the engine's."""

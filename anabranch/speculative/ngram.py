@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,16 @@ if TYPE_CHECKING:
     from anabranch.runner.stage_clock import StageClock
     from anabranch.sequences.scheduled import Scheduled
     from anabranch.sequences.sequence import Sequence
+
+
+def new_ngrams(
+    tokens: Seq[int], num_indexed: int, sizes: Seq[int]
+) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Every n-gram that ends from there to before the last token, and the place after it."""
+    for end in range(num_indexed, len(tokens) - 1):
+        for size in sizes:
+            if size <= end + 1:
+                yield tuple(tokens[end + 1 - size : end + 1]), end + 1
 
 
 class NgramIndex:
@@ -21,10 +32,7 @@ class NgramIndex:
 
     def extend(self, tokens: Seq[int]) -> None:
         """Index what was added: every n-gram that ends before the last token."""
-        for end in range(self._indexed, len(tokens) - 1):
-            for size in self._sizes:
-                if size <= end + 1:
-                    self._next[tuple(tokens[end + 1 - size : end + 1])] = end + 1
+        self._next.update(new_ngrams(tokens, self._indexed, self._sizes))
         self._indexed = max(len(tokens) - 1, self._indexed)
 
     def propose(self, tokens: Seq[int], num_drafts: int) -> list[int]:
@@ -66,7 +74,7 @@ class NgramProposer:
     def propose(self, step: Seq[Scheduled], clock: StageClock) -> None:
         """Nothing to do on the device."""
 
-    def finish(self, run: Scheduled, num_accepted: int) -> None:
+    def finish(self, run: Scheduled, accepted: Seq[int]) -> None:
         """The index follows the sequence's tokens by itself."""
 
     def forget(self, seq: Sequence) -> None:
