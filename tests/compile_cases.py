@@ -44,6 +44,7 @@ from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.merge_parts import merge_parts
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.move_rows import WORDS, move_rows
+from anabranch.kernels.triton.read import read
 from anabranch.kernels.triton.schedule import schedule
 from anabranch.kernels.triton.schedule_layout import schedule_size
 from anabranch.kernels.triton.share_pages import share_pages
@@ -345,6 +346,11 @@ def move_rows_cases(_: int) -> Iterator[Case]:
         yield f"{word_bytes} bytes", partial(move_rows, *given)
 
 
+def read_cases(_: int) -> Iterator[Case]:
+    """What ceilings are measured with."""
+    yield "int32", partial(read, ints(1 << 20), 528)
+
+
 def share_pages_cases(_: int) -> Iterator[Case]:
     """One level and several."""
     given = {"num_tokens": 8, "page_size": 16, "min_saved_keys": 512}
@@ -452,6 +458,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{TRITON}.merge": merge_cases,
     f"{TRITON}.merge_parts": merge_parts_cases,
     f"{TRITON}.move_rows": move_rows_cases,
+    f"{TRITON}.read": read_cases,
     f"{TRITON}.share_pages": share_pages_cases,
     f"{TRITON}.schedule": schedule_cases,
 }

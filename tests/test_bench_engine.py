@@ -14,12 +14,14 @@ from typer.testing import CliRunner
 
 from anabranch.bench import ceilings, timing
 from anabranch.bench.commands import BENCHES
+from anabranch.bench.engine import tree_drafts
 from anabranch.bench.engine.bench_options import (
     CpuOptions,
     LatencyOptions,
     ScorersOptions,
     SweepOptions,
     ThroughputOptions,
+    TreeOptions,
 )
 from anabranch.bench.engine.cpu import bars_of, cpu_table, run_cpu
 from anabranch.bench.engine.latency import latency_text, run_latency, summarise_latencies
@@ -27,11 +29,13 @@ from anabranch.bench.engine.scorers import run_scorers, scorers_table
 from anabranch.bench.engine.sweep import run_sweep, sweep_table
 from anabranch.bench.engine.throughput import run_throughput, throughput_row, throughput_text
 from anabranch.bench.engine.transformers_peer import TransformersPeer
+from anabranch.bench.engine.tree_drafts import run_tree, tree_table
 from anabranch.bench.engine.workload import random_prompts, random_workload
 from anabranch.bench.results import Header, RunResults
 from anabranch.cli.command_group import app
 from anabranch.cli.profile import place_stages
 from anabranch.cli.step_times import RecordedStats, StepTimes
+from anabranch.engine.outputs import CompletionOutput
 
 SIZES = {
     "model_type": "llama",
@@ -116,6 +120,11 @@ def test_several_cases_run_by_one_engine() -> None:
     assert sizes == [(2, 16, 4), (3, 8, 5)]
     with pytest.raises(ValueError, match="--cases must be like"):
         LatencyOptions(cases="2x16")
+
+
+def test_settings_name_the_width_of_trees() -> None:
+    options = LatencyOptions(speculative="ngram", tree_width=3)
+    assert options.setting() == "ngram k=4, multi-query, trees of width 3"
 
 
 def test_latency_compares_with_the_first_setting() -> None:
@@ -320,6 +329,7 @@ def test_cpu_ratios_have_bars_and_missed_ones_a_mark() -> None:
         ("sweep", {"contexts": "512,many"}, "512,many"),
         ("sweep", {"impls": "abacus"}, "'abacus'"),
         ("scorers", {"scorer": "guess"}, "'guess'"),
+        ("drafts", {"tree_width": 0}, "--tree-width"),
     ],
 )
 def test_bad_options_are_named(bench: str, changes: dict[str, Any], named: str) -> None:
@@ -332,3 +342,34 @@ def test_errors_are_one_line() -> None:
     done = CliRunner().invoke(app, options)
     error = done.stderr.strip().splitlines()[-1]
     assert done.exit_code == 2 and error.startswith("error: ") and "dummy:nothing" in error
+
+
+def test_trees_and_chains_answer_the_same_tasks(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompts and seeds for both, and a line for each number of drafts."""
+    from server_models import talking_model
+
+    (tmp_path / "tasks.txt").write_text("Repeat.\nAgain.")
+    monkeypatch.setattr(tree_drafts, "TEXTS", tmp_path)
+    (tmp_path / "text.txt").write_text("a b c d e f")
+    sizes: Any = {"sizes": "2,5", "seeds": 2, "output_len": 8}
+    options = TreeOptions(model=talking_model(), device="cpu", file=tmp_path / "text.txt", **sizes)
+    results = run_tree(options, silent)
+    shapes = [(row["drafts"], row["width"]) for row in results.rows]
+    assert shapes == [(2, 1), (2, 4), (5, 1), (5, 4)]
+    assert all(len(row["samples"]) == 4 and min(row["samples"]) >= 1 for row in results.rows)
+    assert [line[0] for line in tree_table(results).lines] == ["2", "5"]
+
+
+def test_gains_of_trees_are_of_the_same_answers() -> None:
+    rows = [
+        {"drafts": 8, "width": 1, "samples": [1.0, 2.0, 4.0]},
+        {"drafts": 8, "width": 4, "samples": [2.0, 1.0, 4.0]},
+    ]
+    (line,) = tree_table(results_of(rows)).lines
+    assert line == ["8", "2.33 ± 1.53", "2.33 ± 1.53", "1.167 ± 0.764", "1 more, 1 fewer"]
+    output = CompletionOutput(
+        0, "", [5] * 7, origins=[0, 1, 2, 2, 0, 1, 0], steps=[0, 1, 1, 2, 3, 4, 4]
+    )
+    assert output.verifications == [2, 1, 2], "steps 0 and 3 had no drafts"

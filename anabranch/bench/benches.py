@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from anabranch.bench.engine import cpu, latency, scorers, sweep, throughput
+from anabranch.bench.engine import cpu, latency, scorers, sweep, throughput, tree_drafts
 from anabranch.bench.line_plot import check_matplotlib
 from anabranch.bench.results import RunResults
 from anabranch.bench.serve import load_plot, result_block, serve_bench, soak
@@ -28,6 +28,7 @@ BENCHES = {
     "sweep": Bench(sweep.run_sweep, sweep.sweep_table, sweep.draw_sweep),
     "scorers": Bench(scorers.run_scorers, scorers.scorers_table),
     "cpu": Bench(cpu.run_cpu, cpu.cpu_table),
+    "drafts": Bench(tree_drafts.run_tree, tree_drafts.tree_table),
     "serve": Bench(serve_bench.run_serve, result_block.serve_report, load_plot.draw_loads),
     "soak": Bench(soak.run_soak, soak.soak_table),
 }

@@ -13,6 +13,7 @@ from anabranch.bench.timing import event_us, time_loop
 
 GPU_READ_BYTES = 4 << 30
 CPU_READ_BYTES = 256 << 20
+PROGRAMS_PER_SM = 4  # that only read
 GPU_MATMUL = (8192, torch.bfloat16)
 CPU_MATMUL = (1024, torch.float32)
 
@@ -48,9 +49,10 @@ def _measure_read(device: torch.device) -> float:
     values = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
     calls: list[Call] = [values.view(torch.float32).sum]
     if device.type == "cuda":
-        from anabranch.bench.read_kernel import read
+        from anabranch.kernels.triton.read import read
 
-        calls.append(partial(read, values))
+        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        calls.append(partial(read, values, PROGRAMS_PER_SM * num_sms))
     return num_bytes / _best_us(calls, device) / 1e3
 
 

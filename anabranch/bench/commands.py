@@ -16,6 +16,7 @@ from anabranch.bench.engine.bench_options import (
     ScorersOptions,
     SweepOptions,
     ThroughputOptions,
+    TreeOptions,
 )
 from anabranch.bench.serve.load_options import LoadOptions, SoakOptions
 from anabranch.cli.engine_options import EngineOptions
@@ -50,6 +51,7 @@ BENCHES: dict[str, type[EngineOptions]] = {
     "sweep": SweepOptions,
     "scorers": ScorersOptions,
     "cpu": CpuOptions,
+    "drafts": TreeOptions,
     "serve": LoadOptions,
     "soak": SoakOptions,
 }
@@ -86,7 +88,7 @@ app = new_app(
 
     merge, decode, verify, prefill, sparse, cascade and tree time attention; each implementation is
     checked against float64 first, and a wrong one is reported and not timed. latency, throughput,
-    sweep, scorers and cpu time the engine. serve and soak load a server.
+    sweep, scorers and cpu time the engine, drafts counts tokens. serve and soak load a server.
     """
 )
 for _name, _help in ATTENTION.items():

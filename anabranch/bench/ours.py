@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import anabranch as ab
 from anabranch.bench.exact import CallResult
@@ -21,19 +21,13 @@ def implementations(bench: str, device: str) -> list[Implementation]:
         names = ("cuda", "triton", "torch") if device == "cuda" else ("torch",)
         return [Implementation(name, "ours", partial(_merge, name)) for name in names]
     if bench == "prefill":
-        return [
-            Implementation("anabranch", "ours", partial(_attend, "dense")),
-            Implementation("anabranch ragged", "ours", partial(_variant, "ragged")),
-            Implementation("anabranch paged", "ours", partial(_variant, "paged")),
-        ]
-    found = [
-        Implementation("anabranch", "ours", partial(_attend, "paged")),
-        Implementation("anabranch contiguous", "ours", partial(_variant, "dense")),
-    ]
-    if device == "cuda":
-        invariant = partial(_variant, "paged", batch_invariant=True)
-        found.insert(1, Implementation("anabranch batch-invariant", "ours", invariant))
-    return found
+        others = {name: partial(_variant, name) for name in ("ragged", "paged")}
+        ours = {"": partial(_attend, "dense"), **others}
+    else:
+        invariant = {"batch-invariant": partial(_variant, "paged", batch_invariant=True)}
+        ours = {"": partial(_attend, "paged"), **(invariant if device == "cuda" else {})}
+        ours |= {"contiguous": partial(_variant, "dense")}
+    return [Implementation(f"anabranch {x}".strip(), "ours", call) for x, call in ours.items()]
 
 
 def _answer(state: AttentionState) -> CallResult:
@@ -58,20 +52,11 @@ def _variant(layout: KeyLayout, inputs: AttendInputs, *, batch_invariant: bool =
 def _attend(layout: KeyLayout, inputs: AttendInputs, *, batch_invariant: bool = False) -> Prepared:
     """With a plan made beforehand on a GPU; the CPU's implementation takes none."""
     keys = {"dense": inputs.dense, "ragged": inputs.ragged, "paged": inputs.paged}[layout]
-    attend = partial(
-        ab.attend, cu_seqlens_q=inputs.cu_seqlens_q, causal=True, window=inputs.case.window
-    )
-    make_plan = None
+    given: Any = {"cu_seqlens_q": inputs.cu_seqlens_q, "window": inputs.case.window}
+    attend, make_plan = partial(ab.attend, **given), None
     if inputs.queries[0].is_cuda:
-        make_plan = partial(
-            ab.make_plan,
-            inputs.queries[0],
-            keys[0],
-            cu_seqlens_q=inputs.cu_seqlens_q,
-            causal=True,
-            window=inputs.case.window,
-            batch_invariant=batch_invariant,
-        )
+        given |= {"batch_invariant": batch_invariant}
+        make_plan = partial(ab.make_plan, inputs.queries[0], keys[0], **given)
         attend = partial(attend, plan=make_plan())
     calls = [partial(attend, q, source) for q, source in zip(inputs.queries, keys, strict=True)]
     return Prepared(calls, _answer, make_plan)

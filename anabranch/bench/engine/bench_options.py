@@ -33,12 +33,12 @@ def compared_settings(options: Options, compare: str | None) -> list[Options]:
     return [replace(options, **{switch: on}) for on in (False, True)]
 
 
-def parse_sizes(cases: str, example: str) -> list[tuple[int, ...]]:
+def parse_sizes(cases: str, example: str, flag: str = "--cases") -> list[tuple[int, ...]]:
     """The numbers of '8x1024x128,64x4096x64'; as many for each case as the example has."""
     sizes = [case.split("x") for case in cases.split(",")]
     length = example.partition(",")[0].count("x") + 1
     if any(len(size) != length or not all(map(str.isdecimal, size)) for size in sizes):
-        raise ValueError(f"--cases must be like {example}, got {cases!r}")
+        raise ValueError(f"{flag} must be like {example}, got {cases!r}")
     return [tuple(map(int, size)) for size in sizes]
 
 
@@ -170,6 +170,20 @@ class ScorersOptions(BenchOptions):
     batch: int = option(8, "Sequences.", at_least=1)
     context: int = option(512, "Keys of each sequence.", at_least=1)
     repeats: int = option(10, "Measured runs; the median is shown.", at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeOptions(BenchOptions):
+    """Count tokens a verification: trees of n-grams beside chains of as many drafts.
+
+    $ anabranch bench drafts --sizes 8,16,32 --seeds 3 --out drafts.json
+    """
+
+    tree_width: int = option(4, "Of the trees.", at_least=1)
+    sizes: str = option("8,16,32", "Numbers of drafts, with commas.")
+    seeds: int = option(3, "Answers to a prompt, the first greedy.", at_least=1)
+    output_len: int = option(192, "Tokens of an answer, at most.", at_least=1)
+    file: Path | None = option(None, "Text of the tasks; examples/river.txt unless given.")
 
 
 @dataclass(frozen=True, kw_only=True)

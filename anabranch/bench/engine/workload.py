@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +12,8 @@ if TYPE_CHECKING:
     from anabranch.sampling.params import SamplingParams
 
 RIVER = Path(__file__).parents[3] / "examples" / "river.txt"
+TEXTS = Path(__file__).parent / "texts"
+SUMMARISE = "Please summarise the following text."
 LOWEST_TOKEN = 10  # below are control tokens, of most vocabularies
 
 
@@ -59,28 +60,15 @@ def _lengths(rng: np.random.Generator, count: int, length: int, ratio: float) ->
     return rng.integers(max(low, 1), max(high, 1) + 1, count).tolist()
 
 
-def summary_messages(file: Path | None = None) -> list[dict[str, str]]:
+def summary_messages(file: Path | None = None, task: str = SUMMARISE) -> list[dict[str, str]]:
     """A request for a summary of a file: the answer copies words, which n-grams find."""
     path = file or RIVER
     if not path.is_file():
         raise FileNotFoundError(f"no text to summarise at {path}; give one with --file")
-    text = f"Please summarise the following text.\n\n{path.read_text().strip()}"
-    return [{"role": "user", "content": text}]
+    return [{"role": "user", "content": f"{task}\n\n{path.read_text().strip()}"}]
 
 
 def question_messages(count: int) -> list[list[dict[str, str]]]:
     """Conversations of one question each."""
-    questions = islice(cycle(QUESTIONS), count)
+    questions = islice(cycle((TEXTS / "questions.txt").read_text().splitlines()), count)
     return [[{"role": "user", "content": question}] for question in questions]
-
-
-QUESTIONS: Sequence[str] = (
-    "Explain how a bicycle stays upright.",
-    "Write a short story about a lighthouse.",
-    "What should I see in Lisbon in two days?",
-    "How does bread rise?",
-    "Describe the water cycle to a child.",
-    "Why is the sky blue, and why is it red in the evening?",
-    "Give me advice for learning the violin.",
-    "What happens inside a computer when I press a key?",
-)

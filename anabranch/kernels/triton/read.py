@@ -1,26 +1,19 @@
 """A kernel that only reads: what memory can deliver to programs that keep nothing of it."""
 
-# pyright: basic, reportUntypedFunctionDecorator=false
-
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 BLOCK = 4096
-PROGRAMS_PER_SM = 4
 
 
-def read(values: torch.Tensor) -> torch.Tensor:
+def read(values: torch.Tensor, num_programs: int) -> torch.Tensor:
     """Read all of an int32 vector, whose length is a multiple of the block."""
-    num_sms = torch.cuda.get_device_properties(values.device).multi_processor_count
-    num_programs = num_sms * PROGRAMS_PER_SM
     sums = torch.empty(num_programs, dtype=torch.int32, device=values.device)
-    launch: Any = read_kernel[num_programs,]
-    launch(values, sums, values.numel() // BLOCK, BLOCK=BLOCK, num_warps=8)
+    num_blocks = values.numel() // BLOCK
+    read_kernel[num_programs,](values, sums, num_blocks, BLOCK=BLOCK, num_warps=8)
     return sums
 
 
