@@ -84,7 +84,9 @@ def write(root: Path) -> int:
         print("no plots without matplotlib: pip install 'anabranch[bench]'", file=sys.stderr)
         return 0
     from figure_plots import draw_figures
+    from tree_plot import draw_trees
 
+    draw_trees(root)
     for results in newest_results(root).values():
         draw_figures(results, root / "docs" / "plots")
     return 0

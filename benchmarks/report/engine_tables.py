@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import mean, stdev
 from typing import Any
 
 FOLDER = Path("benchmarks/results")
@@ -118,6 +119,25 @@ def _serve(results: dict[str, Any]) -> Table:
     return title, columns, lines
 
 
+def _tree(results: dict[str, Any]) -> Table:
+    rows, lines = results["rows"], list[list[str]]()
+    for chain, tree in zip(rows[::2], rows[1::2], strict=True):
+        gains = [b / a for a, b in zip(chain["samples"], tree["samples"], strict=True)]
+        more, fewer = sum(gain > 1 for gain in gains), sum(gain < 1 for gain in gains)
+        cells = [_spread(values, 2) for values in (chain["samples"], tree["samples"])]
+        lines.append([str(chain["drafts"]), *cells, _spread(gains, 3), f"{more}, {fewer}"])
+    options = results["options"]
+    title = (
+        f"**Draft trees**, {options['model']}, n-grams, width {options['tree_width']}: tokens a "
+        f"verification over {len(rows[0]['samples'])} answers, mean ± standard deviation:"
+    )
+    return title, ["drafts", "chain", "tree", "ratio", "answers with more, fewer"], lines
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    return f"{mean(values):.{digits}f} ± {stdev(values):.{digits}f}"
+
+
 def _soak(results: dict[str, Any]) -> Table:
     options = results["options"]
     names = ("completed", "vanished", "failed", "kv_usage_end")
@@ -176,5 +196,6 @@ TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
     "serve/*merge": _serve,
     "serve/*scorers": _serve,
     "engine/cpu": _cpu,
+    "engine/*tree": _tree,
     "serve/*soak": _soak,
 }
