@@ -10,6 +10,7 @@ import torch
 
 from anabranch.bench.implementations import Call
 from anabranch.bench.timing import event_us, time_loop
+from anabranch.device import num_sms
 
 GPU_READ_BYTES = 4 << 30
 CPU_READ_BYTES = 256 << 20
@@ -51,8 +52,7 @@ def _measure_read(device: torch.device) -> float:
     if device.type == "cuda":
         from anabranch.kernels.triton.read import read
 
-        num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        calls.append(partial(read, values, PROGRAMS_PER_SM * num_sms))
+        calls.append(partial(read, values, PROGRAMS_PER_SM * num_sms(device)))
     return num_bytes / _best_us(calls, device) / 1e3
 
 
