@@ -322,7 +322,8 @@ def known_trees(
     prompts: Any, params: Any, like_gpu: bool = False, **options: Any
 ) -> tuple[LLM, KnownTrees, Any]:
     """An engine with such trees, and what it answers without drafts."""
-    plain = tiny().generate(prompts, params)
+    stored = {name: options[name] for name in ("kv_cache_dtype",) if name in options}
+    plain = tiny(**stored).generate(prompts, params)
     answers = {
         tuple(answer.prompt_token_ids): [output.token_ids for output in answer.outputs]
         for answer in plain
@@ -382,6 +383,12 @@ def test_a_preempted_sequence_keeps_its_tokens() -> None:
     )
     assert tokens_of(llm.generate(prompts, params)) == tokens_of(plain)
     assert llm.stats.num_preemptions > 0 and proposer.moved > 0
+
+
+def test_codes_and_scales_are_moved_together() -> None:
+    llm, proposer, plain = known_trees(PROMPTS[2:], GREEDY, kv_cache_dtype="int8")
+    assert tokens_of(llm.generate(PROMPTS[2:], GREEDY)) == tokens_of(plain)
+    assert proposer.moved > 3
 
 
 def test_moved_keys_are_found_by_other_requests() -> None:
