@@ -2,7 +2,7 @@
 
 A case is a name and a call of a launcher, for a GPU with so much shared memory.
 
-    python tests/compile_cases.py anabranch.kernels.triton.merge sm_90 [prefix of a case]
+    python tests/compile_cases.py anabranch.kernels.triton.merge sm_90 "" 1     # prefix of cases, every so many
 """
 
 from __future__ import annotations
@@ -475,9 +475,10 @@ def cases_of(module: str) -> Callable[[int], Iterator[Case]]:
 
 
 if __name__ == "__main__":
-    target, prefix = TARGETS[sys.argv[2]], "".join(sys.argv[3:])
-    for case, call in cases_of(sys.argv[1])(target.shared_bytes):
-        for launch in record(call) if case.startswith(prefix) else ():
+    target, prefix, stride = TARGETS[sys.argv[2]], sys.argv[3], int(sys.argv[4])
+    every = cases_of(sys.argv[1])(target.shared_bytes)
+    for case, call in [each for each in every if each[0].startswith(prefix)][::stride]:
+        for launch in record(call):
             compiled = compile_launch(launch, target)
             found = {"case": case, **asdict(resources(compiled))}
             if launch.kernel.is_gluon():
