@@ -2,7 +2,7 @@
 
 A case is a name and a call of a launcher, for a GPU with so much shared memory.
 
-    python tests/compile_cases.py anabranch.kernels.triton.merge sm_90 "" 1     # prefix of cases, every so many
+    python tests/compile_cases.py anabranch.kernels.triton.merge sm_90 "" 1  # prefix, stride
 """
 
 from __future__ import annotations
