@@ -670,7 +670,8 @@ def test_an_error_at_one_request_ends_no_other(server: Server) -> None:
     with ThreadPoolExecutor(4) as pool:
         request = long_request() | {"stream": False, "max_tokens": 100}
         calls = [pool.submit(post, server, "/v1/completions", request) for _ in range(4)]
-        until(lambda: server.service.admission.num_open == 4)
+        # on a busy machine some may have ended before all are there
+        until(lambda: server.service.admission.num_open or any(call.done() for call in calls))
         with pytest.raises((RequestBroken, ValueError), match="None"):
             asyncio.run_coroutine_threadsafe(run(), engine._loop).result(60)
         assert [call.result().status_code for call in calls] == [200] * 4
