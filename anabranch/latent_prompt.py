@@ -208,4 +208,5 @@ def _rows(state: AttentionState, start: int, stop: int) -> AttentionState:
 
 
 def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32, device=device)
+    pinned = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
+    return pinned.to(device, non_blocking=True)

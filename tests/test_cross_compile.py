@@ -15,6 +15,7 @@ from compile_cases import CASES
 
 import anabranch
 from anabranch.kernels.compile import TARGETS
+from anabranch.kernels.compile_ahead import compiling_ahead
 
 KERNELS = Path(anabranch.__file__).parent / "kernels"
 TESTS = Path(__file__).parent
@@ -134,3 +135,16 @@ def test_every_kernel_module_has_cases() -> None:
         if "compile_cases" in functions_in(KERNELS.parents[1] / f"{module.replace('.', '/')}.py")
     }
     assert set(MODULES) == own | set(CASES)
+
+
+def test_a_compilation_ahead_that_fails_leaves_nothing_behind() -> None:
+    from triton.runtime._async_compile import active_mode
+
+    def fail() -> None:
+        raise RuntimeError("ptxas")
+
+    with compiling_ahead():
+        mode = active_mode.get()
+        assert mode is not None
+        mode.submit("key", fail, lambda _: None)
+    assert active_mode.get() is None

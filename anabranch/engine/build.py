@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -43,7 +42,6 @@ from anabranch.speculative.draft_inputs import CATCH_UP
 from anabranch.speculative.tree_chain import MAX_DEPTH, TreeChain
 
 COMPILED_WEIGHTS = 1_000_000_000
-log = logging.getLogger(__name__)
 PACKAGES = ("anabranch", "torch", "transformers")  # that must be the same on every rank
 
 
@@ -101,7 +99,9 @@ def build(
         chain = make_chain(drafter, limits, unseen, rows, width)
     runners = [runner] if chain is None else [runner, chain.runner]
     if device.type == "cuda":
-        _compile_ahead(runners, limits, say)
+        with compiling_ahead():
+            for each in runners:
+                each.warm_up(_shapes(limits), say)
     if _compiles(config, target, device):
         for each in runners:
             each.compile_layers()
@@ -116,16 +116,6 @@ def build(
     if config.cuda_graphs and device.type == "cuda":
         _capture(config, limits, runner, chain, say)
     return Built(target, device, limits, runner, chain, rows, unseen, saturated)
-
-
-def _compile_ahead(runners: list[ModelRunner], limits: Limits, say: Progress) -> None:
-    """Compile kernels side by side; what fails here is compiled when it is first needed."""
-    try:
-        with compiling_ahead():
-            for each in runners:
-                each.warm_up(_shapes(limits), say)
-    except Exception:
-        log.warning("kernels are compiled one after another", exc_info=True)
 
 
 def _capture(
