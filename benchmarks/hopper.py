@@ -259,7 +259,7 @@ def compile_all(cases: list[Case]) -> float:
     return time.perf_counter() - start
 
 
-def header() -> dict[str, object]:
+def header(case: str = "causal") -> dict[str, object]:
     """What the rows hold for."""
     commit = subprocess.run(
         ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
@@ -270,7 +270,7 @@ def header() -> dict[str, object]:
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "triton": triton.__version__,
-        "timing": "CUDA graphs replayed in turn, medians, microseconds a call, bfloat16, causal",
+        "timing": f"CUDA graphs replayed in turn, medians, microseconds a call, bfloat16, {case}",
     }
 
 

@@ -13,16 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 
 import torch
-import triton
+from hopper import header
 
 import anabranch as ab
 from anabranch.bench.timing import event_us
@@ -230,21 +227,6 @@ def rows(only: str | None, tune: bool, peer: bool) -> Iterator[dict[str, object]
             yield {"case": "B64 L8192 32/8", "format": name, "us": round(us, 1), "time": of_plain}
 
 
-def header() -> dict[str, str]:
-    """What the rows hold for."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "commit": os.environ.get("ANABRANCH_COMMIT") or commit.stdout.strip(),
-        "device": torch.cuda.get_device_name(),
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "timing": "CUDA graphs replayed in turn, medians, microseconds a call, bfloat16",
-    }
-
-
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -255,14 +237,16 @@ def main() -> None:
     options = parser.parse_args()
     if options.peers:
         torch.ops.load_library(str(options.peers / "_flashmla_C.abi3.so"))
-    print(json.dumps(header()))
+    print(json.dumps(header("decode")))
     found: list[dict[str, object]] = []
     for row in rows(options.only, options.tune, options.peers is not None):
         print(json.dumps(row), flush=True)
         found.append(row)
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"header": header(), "rows": found}, indent=1) + "\n")
+        options.out.write_text(
+            json.dumps({"header": header("decode"), "rows": found}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ computed again later.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 
 from anabranch.sequences.page_pool import PagePool
@@ -17,6 +18,7 @@ from anabranch.sequences.sequence import Sequence
 # Tokens of a prompt that take longer than the step or two until another sequence has computed them:
 # at 8 billion weights an H200 computes about as many in the time of a decode step.
 WORTH_WAITING = 256
+MOST_PASSED = 64  # waiting sequences that others may overtake while they wait for a prompt
 
 
 class Scheduler:
@@ -64,12 +66,7 @@ class Scheduler:
                 step.append(run)
                 budget -= run.num_tokens
         if preempted == self.num_preemptions:
-            while budget > 0 and self.waiting and self._rows:
-                run = self._admit(self.waiting[0], budget)
-                if run is None:
-                    break
-                step.append(run)
-                budget -= run.num_tokens
+            step += self._admitted(budget)
         for run in step:
             run.seq.num_computed = run.start + run.num_known
             run.seq.num_pending += run.samples
@@ -117,18 +114,30 @@ class Scheduler:
             Scheduled(seq, seq.num_computed, num_tokens, drafts, samples=samples, parents=parents)
         )
 
-    def _admit(self, seq: Sequence, budget: int) -> Scheduled | None:
-        if seq.num_pending:
-            return None  # preempted while a step was in flight, which has not landed yet
-        budget = self._most(seq, budget)
-        if budget <= 0:
-            return None
-        cached = 0
-        if not seq.scores_prompt:  # what is found in the cache has no logits
-            cached = seq.pages.match_prefix(seq.tokens)
-            if self._is_promised(seq):
+    def _admitted(self, budget: int) -> Iterator[Scheduled]:
+        """Waiting sequences that begin now, the oldest first.
+
+        One that waits for a prompt under way holds up none of those after it.
+        """
+        passed = 0
+        while budget > 0 and self._rows and passed < min(len(self.waiting), MOST_PASSED):
+            seq = self.waiting[passed]
+            if seq.num_pending or self._most(seq, budget) <= 0:
+                return  # it was preempted, and the step in flight has not landed yet; or no room
+            cached = 0
+            if not seq.scores_prompt:  # what is found in the cache has no logits
+                cached = seq.pages.match_prefix(seq.tokens)
+            if not seq.scores_prompt and self._is_promised(seq):
                 seq.pages.release()
-                return None
+                passed += 1
+                continue
+            run = self._admit(seq, self._most(seq, budget), cached)
+            if run is None:
+                return
+            yield run
+            budget -= run.num_tokens
+
+    def _admit(self, seq: Sequence, budget: int, cached: int) -> Scheduled | None:
         if seq.pages.num_missing(seq.length) > self.pool.num_free:
             seq.pages.release()
             return None
@@ -139,7 +148,8 @@ class Scheduler:
         num_tokens = min(seq.num_uncomputed, budget)
         seq.pages.grow(seq.num_computed + num_tokens)
         seq.row = self._rows.pop()
-        self.running.append(self.waiting.popleft())
+        self.waiting.remove(seq)
+        self.running.append(seq)
         samples = num_tokens == seq.num_uncomputed
         return self._count_scored(Scheduled(seq, seq.num_computed, num_tokens, samples=samples))
 
