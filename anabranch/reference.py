@@ -53,18 +53,20 @@ def attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,  # [num_heads]
 ) -> AttentionState:
-    """Attention of one sequence, float64 out and lse."""
-    q, k, v = (x.detach().double().cpu() for x in (q, k, v))
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->qhk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    """Attention of one sequence, computed where the queries are: float64 out and lse on the CPU."""
+    q, k, v = (x.detach().to(q.device, torch.float64) for x in (q, k, v))
+    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
+    scores = torch.einsum("qhgd,khd->qhgk", grouped, k).flatten(1, 2)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if mask is not None:
-        scores = scores.masked_fill(~mask[:, None, :], -torch.inf)
+        scores = scores.masked_fill(~mask[:, None, :].to(q.device), -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    state = AttentionState(torch.einsum("qhk,khd->qhd", weights, v), lse)
+    weights = weights.unflatten(1, grouped.shape[1:3])
+    out = torch.einsum("qhgk,khd->qhgd", weights, v).flatten(1, 2)
+    state = AttentionState(out.cpu(), lse.cpu())
     if sinks is None:
         return state
     sink = AttentionState.sink(sinks.cpu(), state)

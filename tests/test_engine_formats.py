@@ -131,13 +131,21 @@ def test_tokens_are_the_same_however_they_run(options: dict[str, Any], like_gpu:
     assert ("speculative" in options) == (stats.speculative.num_accepted_tokens > 0)
 
 
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A directory with weights: random ones made on a GPU are not those of a CPU."""
+    path = str(tmp_path_factory.mktemp("saved"))
+    load_model(source(**SHAPE), device="cpu").model.save_pretrained(path)
+    return path
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("options", ON_GPU.values(), ids=ON_GPU)
 @pytest.mark.parametrize("pair", PAIRS)
-def test_tokens_on_a_gpu(pair: str, options: dict[str, Any]) -> None:
+def test_tokens_on_a_gpu(pair: str, options: dict[str, Any], saved: str) -> None:
     """Prompts and decodes by graphs."""
     given = {"device": "cuda", "dtype": "float32", "kv_cache_gib": 0.01, "kv_cache_dtype": pair}
-    llm = LLM(source(**SHAPE), **given, **options)
+    llm = LLM(saved, **given, **options)
     assert outputs(llm, PROMPTS) == expected(pair)
     assert outputs(llm, PROMPTS) == expected(pair), "with prefixes from the cache"
     assert llm.stats.num_graph_steps > 0 and not llm.stats.num_saturated

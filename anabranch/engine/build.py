@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -172,7 +172,8 @@ def _load_models(
 
 def _identity(target: LoadedModel) -> dict[str, object]:
     """What must be the same on every rank."""
-    found: dict[str, object] = {f"the version of {name}": version(name) for name in PACKAGES}
+    versions = {name: import_module(name).__version__ for name in PACKAGES}
+    found: dict[str, object] = {f"the version of {name}": versions[name] for name in PACKAGES}
     settings = {k: v for k, v in target.config.to_dict().items() if k != "_name_or_path"}
     text = repr(sorted(settings.items())).encode()
     return found | {"the model's config": hashlib.sha256(text).hexdigest()[:16]}
