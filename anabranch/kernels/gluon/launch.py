@@ -30,13 +30,13 @@ def attend(
     c, (k, v), table, tree = constants, view[:2], view.page_table, rules.tree_mask
     attend_kernel[c.num_programs,](
         row_boxes(q, c.pack, c.dk_main),
-        row_boxes(q, c.pack, c.dk_rest or c.dk_main),
+        row_boxes(q, c.pack, c.dk_rest) if c.dk_rest else None,
         key_boxes(k, c, c.dk_main),
-        key_boxes(k, c, c.dk_rest or c.dk_main),
+        key_boxes(k, c, c.dk_rest) if c.dk_rest else None,
         key_boxes(v, c, c.dv_main),
-        key_boxes(v, c, c.dv_rest or c.dv_main),
+        key_boxes(v, c, c.dv_rest) if c.dv_rest else None,
         row_boxes(state.out, c.pack, c.out_columns),
-        row_boxes(state.out, c.pack, c.dv_rest or c.out_columns),
+        row_boxes(state.out, c.pack, c.dv_rest) if c.dv_rest else None,
         (k.page // k.key, k.head),
         (v.page // v.key, v.head),
         table,
