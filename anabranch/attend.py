@@ -49,7 +49,7 @@ def attend(
     plan          from make_plan() with the same options, to be shared by the layers of a step
     out           the state to write into, whose `out` is contiguous in its last dimension
     check         also validate lengths and page indices, which waits for the device
-    impl          "torch" or "triton"; by default ANABRANCH_ATTEND, then the first that can
+    impl          "torch", "triton" or "gluon"; by default ANABRANCH_ATTEND, then the first that can
 
     Tokens that see no key, and rows beyond `cu_seqlens_q[-1]`, get out 0 and lse -inf. Returns the
     state in the shape of `q`. Not differentiable.
