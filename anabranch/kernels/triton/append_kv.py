@@ -9,7 +9,7 @@ import triton.language as tl
 from anabranch.kernels.config import select_merge
 from anabranch.kernels.triton.addressing import Rows, store_arguments
 from anabranch.kernels.triton.codec import encode_rows
-from anabranch.kernels.triton.runtime import device_refusal
+from anabranch.kernels.triton.runtime import device_refusal, power_of_two
 from anabranch.keys import PLAIN, KeyStore
 
 
@@ -29,7 +29,7 @@ def append_kv(
     dims = [rows.shape[-1] for rows in new]
     config = select_merge(max(dims))  # rows are moved as a merge moves them
     rows = [Rows(x, *x.stride()) for x in new]
-    append_kv_kernel[triton.cdiv(num_tokens * num_heads, config.block_rows),](
+    append_kv_kernel[-(-num_tokens * num_heads // config.block_rows),](
         rows[0],
         rows[1] if len(rows) > 1 else None,
         store_arguments(stores[0]),
@@ -43,8 +43,8 @@ def append_kv(
         HEAD_DIM_K=dims[0],
         HEAD_DIM_V=dims[-1],
         BLOCK_ROWS=config.block_rows,
-        BLOCK_DK=triton.next_power_of_2(dims[0]),
-        BLOCK_DV=triton.next_power_of_2(dims[-1]),
+        BLOCK_DK=power_of_two(dims[0]),
+        BLOCK_DV=power_of_two(dims[-1]),
         K_FORMAT=stores[0].format,
         V_FORMAT=stores[1].format if len(stores) > 1 else PLAIN,
         num_warps=config.num_warps,

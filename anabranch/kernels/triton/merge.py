@@ -12,7 +12,7 @@ import triton.language as tl
 
 from anabranch.kernels.config import select_merge
 from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_part
-from anabranch.kernels.triton.runtime import require_triton_device
+from anabranch.kernels.triton.runtime import power_of_two, require_triton_device
 from anabranch.state import AttentionState
 
 
@@ -32,7 +32,7 @@ def merge(
     num_tokens, num_heads, head_dim = out.shape
     num_rows = num_tokens * num_heads
     config = select_merge(head_dim)
-    merge_kernel[triton.cdiv(num_rows, config.block_rows),](
+    merge_kernel[-(-num_rows // config.block_rows),](
         tuple(state.out for state in states),
         tuple(state.lse for state in states),
         tuple(state.out.stride() for state in states),
@@ -46,7 +46,7 @@ def merge(
         num_heads,
         HEAD_DIM=head_dim,
         BLOCK_ROWS=config.block_rows,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        BLOCK_D=power_of_two(head_dim),
         STACKED=stacked,
         num_warps=config.num_warps,
     )
