@@ -63,6 +63,31 @@ def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Latent rows of 512 + 64 columns, which vLLM's own kernels need too."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {**SMALL, "num_key_value_heads": 4, "num_hidden_layers": 2, "head_dim": 64}
+    config = DeepseekV2Config(
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
+        first_k_dense_replace=2,  # no experts
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_shared_experts=1,
+        moe_intermediate_size=32,
+        **sizes,
+    )
+    directory = tmp_path_factory.mktemp("deepseek")
+    DeepseekV2ForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -72,9 +97,11 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def check(model: Path, options: dict[str, Any], own: str) -> dict[str, Any]:
+def check(
+    model: Path, options: dict[str, Any], own: str, backend: str = "AnabranchBackend"
+) -> dict[str, Any]:
     theirs, ours = generate(model, own, options), generate(model, "CUSTOM", options)
-    assert ours["backends"] == ["AnabranchBackend"] != theirs["backends"]
+    assert ours["backends"] == [backend] != theirs["backends"]
     assert [len(batch) for batch in ours["tokens"]] == [16, 16, 1]
     assert ours["tokens"] == theirs["tokens"]
     assert len({token for answer in ours["tokens"][0] for token in answer}) > 16
@@ -94,6 +121,11 @@ def test_tokens_are_those_of_vllms_own_backend(setting: str) -> None:
 @on_cpu
 def test_windows_and_softcaps(tiny_gemma: Path) -> None:
     check(tiny_gemma, {}, "CPU_ATTN")
+
+
+@on_cpu
+def test_latent_caches(tiny_deepseek: Path) -> None:
+    check(tiny_deepseek, {}, "CPU_MLA", "AnabranchLatentBackend")
 
 
 @on_cpu

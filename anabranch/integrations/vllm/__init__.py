@@ -10,8 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-BACKEND = "anabranch.integrations.vllm.backend.AnabranchBackend"
-CPU_BACKEND = "anabranch.integrations.vllm.cpu_choice.CpuBackend"
+from anabranch.integrations.vllm.backend_choice import CPU_NAMES, CUSTOM
 
 
 def register() -> None:
@@ -21,5 +20,7 @@ def register() -> None:
     """
     registry: Any = import_module("vllm.v1.attention.backends.registry")
     backends = registry.AttentionBackendEnum
-    registry.register_backend(backends.CUSTOM, BACKEND)
-    registry.register_backend(backends.CPU_ATTN, CPU_BACKEND)
+    registry.register_backend(backends.CUSTOM, f"{__name__}.backend_choice.{CUSTOM}")
+    for ours, theirs in CPU_NAMES.items():
+        if theirs in backends.__members__:  # vLLM 0.26 has no latent attention on CPUs
+            registry.register_backend(backends[theirs], f"{__name__}.backend_choice.{ours}")

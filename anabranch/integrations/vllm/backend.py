@@ -7,14 +7,20 @@ from typing import Any, ClassVar
 import torch
 
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
+from anabranch.integrations.vllm.cache_pages import CachePages, CacheScales
 from anabranch.integrations.vllm.compat import (
     DeclaredCache,
     attention_interface,
     describe_constants,
 )
 from anabranch.integrations.vllm.context_ranks import attend_across_ranks, find_ranks
-from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
-from anabranch.integrations.vllm.layer_options import CACHE_DTYPES, LayerOptions, refusal
+from anabranch.integrations.vllm.layer_attention import attend_batch
+from anabranch.integrations.vllm.layer_options import (
+    CACHE_DTYPES,
+    FP8_DTYPES,
+    LayerOptions,
+    refusal,
+)
 from anabranch.integrations.vllm.metadata_builder import AnabranchMetadataBuilder
 
 _interface = attention_interface()
@@ -42,9 +48,10 @@ class AnabranchAttention(_interface.AttentionImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
+        self.dtype = torch.get_default_dtype()  # of the model, while vLLM makes it
         why = refusal(
             head_size=head_size,
-            dtype=torch.get_default_dtype(),
+            dtype=self.dtype,
             kv_cache_dtype=kv_cache_dtype,
             attn_type=str(getattr(attn_type, "value", attn_type)),
             has_alibi=alibi_slopes is not None,
@@ -69,10 +76,13 @@ class AnabranchAttention(_interface.AttentionImpl):
         )
         self._cache: CachePages | None = None
 
-    def _pages(self, kv_cache: torch.Tensor) -> CachePages:
+    def _pages(self, layer: Any, kv_cache: torch.Tensor) -> CachePages:
         """Views of the cache, made once: vLLM keeps one tensor a layer."""
         if self._cache is None or self._cache.kv_cache is not kv_cache:
-            self._cache = CachePages(kv_cache, self.head_size)
+            scales = None
+            if self.kv_cache_dtype in FP8_DTYPES:
+                scales = CacheScales(layer._k_scale, layer._v_scale, self.dtype)
+            self._cache = CachePages(kv_cache, self.head_size, scales)
         return self._cache
 
     def do_kv_cache_update(
@@ -85,7 +95,7 @@ class AnabranchAttention(_interface.AttentionImpl):
     ) -> None:
         """Write the new keys and values of a batch; slots of padding are negative."""
         if kv_cache.numel():
-            self._pages(kv_cache).write(key, value, slot_mapping)
+            self._pages(layer, kv_cache).write(key, value, slot_mapping)
 
     def forward(
         self,
@@ -104,7 +114,7 @@ class AnabranchAttention(_interface.AttentionImpl):
             raise ValueError("quantised outputs are not supported, got an output_scale")
         if attn_metadata is None:
             return output.fill_(0)
-        pages = self._pages(kv_cache)
+        pages = self._pages(layer, kv_cache)
         if self.ranks is None:
             attend_batch(self, self.options, query, key, value, pages, attn_metadata, output)
         else:
@@ -120,7 +130,7 @@ class AnabranchBackend(DeclaredCache, _interface.AttentionBackend):
     supported_dtypes: ClassVar[list[torch.dtype]] = [
         dtype for dtype in CACHE_DTYPES.values() if dtype
     ]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = list(CACHE_DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_DTYPES, *FP8_DTYPES]
     forward_includes_kv_cache_update: bool = False
 
     @staticmethod

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from anabranch import PagedKV, Plan, RaggedKV, make_plan
+from anabranch import LatentKV, PagedKV, Plan, RaggedKV, make_plan
 from anabranch.integrations.vllm.query_sections import Bounds, Section, cut_section, find_bounds
 
 
@@ -59,14 +59,15 @@ class BatchMetadata:
     def plan(
         self,
         q: torch.Tensor,
-        keys: PagedKV | RaggedKV,
+        keys: PagedKV | RaggedKV | LatentKV,
         cu_seqlens_q: torch.Tensor,
         *,
         causal: bool,
         window: int | None,
     ) -> Plan:
         """The plan of this pass for such queries and keys."""
-        shapes = (q.shape, q.dtype, keys.k.shape[1:], keys.v.shape[1:])
+        stored = keys.cache if isinstance(keys, LatentKV) else keys.k
+        shapes = (q.shape, q.dtype, stored.dtype, stored.shape[1:], keys.head_dim_v)
         # Sections have tensors of their own, which live as long as the plan.
         key = (id(cu_seqlens_q), *map(id, keys.lengths), shapes, causal, window)
         if key not in self._shared:

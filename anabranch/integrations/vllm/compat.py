@@ -32,6 +32,12 @@ def attention_interface() -> Any:
     return import_module("vllm.v1.attention.backend")
 
 
+def latent_interface() -> Any:
+    """The module of vLLM's latent attention, if the version is supported."""
+    attention_interface()
+    return import_module("vllm.model_executor.layers.attention.mla_attention")
+
+
 def describe_constants() -> None:
     """Let Triton describe our kernels to listeners of its compiler, of which vLLM is one.
 

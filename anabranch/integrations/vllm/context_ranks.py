@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anabranch import AttentionState, PagedKV, RaggedKV, attend, merge
+from anabranch import AttentionState, RaggedKV, attend, merge
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
+from anabranch.integrations.vllm.cache_pages import CachePages
 from anabranch.integrations.vllm.compat import combine_across_ranks
-from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch, state_around
+from anabranch.integrations.vllm.layer_attention import attend_batch, state_around
 from anabranch.integrations.vllm.layer_options import LayerOptions
 
 
@@ -69,7 +70,7 @@ def attend_across_ranks(
         num_ranks=ranks.group.world_size,
         interleave=ranks.interleave,
     )
-    context = PagedKV(pages.k, pages.v, batch.block_table, lengths)
+    context = pages.keys(batch.block_table, lengths)
     of_all_ranks = ranks.group.all_gather(q.contiguous(), dim=1)
     shared: Any = {"scale": options.scale, "softcap": options.softcap, "cu_seqlens_q": starts}
     plan = batch.plan(of_all_ranks, context, starts, causal=False, window=None)

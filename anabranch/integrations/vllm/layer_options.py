@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ CACHE_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
+FP8_DTYPES = ("fp8", "fp8_e4m3")  # two names of one cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,12 +39,35 @@ def refusal(
     """Why a layer cannot run on attend, naming the value; None if it can."""
     if not 1 <= head_size <= MAX_HEAD_SIZE:
         return f"head_size must be from 1 to {MAX_HEAD_SIZE}, got {head_size}"
-    if kv_cache_dtype is not None and kv_cache_dtype not in CACHE_DTYPES:
-        return f"kv_cache_dtype must be one of {', '.join(CACHE_DTYPES)}, got {kv_cache_dtype!r}"
-    if kv_cache_dtype is not None and CACHE_DTYPES[kv_cache_dtype] not in (None, dtype):
-        return f"kv_cache_dtype must be the model's {dtype}, got {kv_cache_dtype!r}"
     if attn_type != "decoder":
         return f"attn_type must be 'decoder', got {attn_type!r}"
     if has_alibi:
         return "alibi_slopes are not supported: attend adds no bias to scores"
+    return _cache_refusal(dtype, kv_cache_dtype)
+
+
+def latent_refusal(
+    *,
+    head_size: int,
+    head_sizes: Sequence[int],  # that vLLM's latent layers may have
+    dtype: torch.dtype,
+    kv_cache_dtype: str | None,
+    window: int | None = None,
+) -> str | None:
+    """Why a latent layer cannot run on attend, naming the value; None if it can."""
+    if head_size not in head_sizes:
+        return f"head_size must be one of {', '.join(map(str, head_sizes))}, got {head_size}"
+    if window is not None:
+        return f"latent layers have no windows, got sliding_window={window}"
+    return _cache_refusal(dtype, kv_cache_dtype)
+
+
+def _cache_refusal(dtype: torch.dtype, kv_cache_dtype: str | None) -> str | None:
+    if kv_cache_dtype is None or kv_cache_dtype in FP8_DTYPES:
+        return None
+    if kv_cache_dtype not in CACHE_DTYPES:
+        names = ", ".join([*CACHE_DTYPES, *FP8_DTYPES])
+        return f"kv_cache_dtype must be one of {names}, got {kv_cache_dtype!r}"
+    if CACHE_DTYPES[kv_cache_dtype] not in (None, dtype):
+        return f"kv_cache_dtype must be the model's {dtype}, got {kv_cache_dtype!r}"
     return None

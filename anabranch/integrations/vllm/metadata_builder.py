@@ -50,11 +50,17 @@ class AnabranchMetadataBuilder(_interface.AttentionMetadataBuilder):
         for layer in (layers[name] for name in self.layer_names):
             options = layer.impl.options
             shape = (layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size)
-            key = (*shape, options.window, options.softcap, options.sinks is None)
+            key = (
+                *shape,
+                options.window,
+                options.softcap,
+                options.sinks is None,
+                layer.kv_cache.dtype,
+            )
             kinds.setdefault(key, layer)
         for layer in kinds.values():
             num_heads, num_kv_heads = layer.impl.num_heads, layer.impl.num_kv_heads
-            like: Any = {"dtype": layer.kv_cache.dtype, "device": self.device}
+            like: Any = {"dtype": layer.impl.dtype, "device": self.device}
             q, output = torch.zeros(2, batch.num_tokens, num_heads, layer.impl.head_size, **like)
             k, v = torch.zeros(2, batch.num_tokens, num_kv_heads, layer.impl.head_size, **like)
             layer.impl.forward(layer, q, k, v, layer.kv_cache, batch, output)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch import PagedKV, RaggedKV
+from anabranch import RaggedKV
 
 ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that have less
 
@@ -31,10 +31,6 @@ class Section(NamedTuple):
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], from 0
     seq_lens: torch.Tensor  # int32 [num_seqs]
     page_table: torch.Tensor  # int32 [num_seqs, max_pages]
-
-    def paged(self, k_pages: torch.Tensor, v_pages: torch.Tensor) -> PagedKV:
-        """The keys of these sequences in the cache."""
-        return PagedKV(k_pages, v_pages, self.page_table, self.seq_lens)
 
     def packed(self, k: torch.Tensor, v: torch.Tensor) -> RaggedKV:
         """The new keys of these sequences; `k` and `v` are those of the whole batch."""
