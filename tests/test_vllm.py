@@ -15,28 +15,35 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tolerance import assert_close
 
-from anabranch import PagedKV, attend, reference
+from anabranch import PagedKV, RaggedKV, attend, reference
 from anabranch.integrations.vllm import batch_metadata, register
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata, read_batch
+from anabranch.integrations.vllm.cache_pages import CachePages, CacheScales
 from anabranch.integrations.vllm.compat import DeclaredCache, check_version, combine_across_ranks
 from anabranch.integrations.vllm.context_ranks import ContextRanks, attend_across_ranks
-from anabranch.integrations.vllm.layer_attention import CachePages, attend_batch
+from anabranch.integrations.vllm.layer_attention import attend_batch
 from anabranch.integrations.vllm.layer_options import LayerOptions, refusal
 from anabranch.integrations.vllm.query_sections import find_bounds
 from anabranch.kernels.gluon.config import select_tiles
+from anabranch.keys.formats import FP8_TENSOR, encode
 from anabranch.state import AttentionState, merge_stacked
 
 HEADS, KV_HEADS, DIM, PAGE, NUM_PAGES = 6, 2, 16, 4, 64
 PLAIN = LayerOptions(scale=0.3, window=None, softcap=None, sinks=None, reads_other_layer=False)
 
 
-def make_pages(layout: str = "NHD", num_kv_heads: int = KV_HEADS) -> CachePages:
+def make_pages(
+    layout: str = "NHD", num_kv_heads: int = KV_HEADS, *, fp8: bool = False
+) -> CachePages:
     """A cache as vLLM has it, [pages, kv heads, keys, 2 * dim], in either order of memory."""
     if layout == "HND":
         cache = torch.randn(NUM_PAGES, num_kv_heads, PAGE, 2 * DIM)
     else:
         cache = torch.randn(NUM_PAGES, PAGE, num_kv_heads, 2 * DIM).transpose(1, 2)
-    return CachePages(cache, DIM)
+    if not fp8:
+        return CachePages(cache, DIM)
+    scales = CacheScales(torch.tensor(0.25), torch.tensor(2.0), torch.float32)
+    return CachePages(cache.to(torch.float8_e4m3fn).view(torch.uint8), DIM, scales)
 
 
 def make_table(num_seqs: int, width: int = 5) -> torch.Tensor:
@@ -59,9 +66,10 @@ def run_layer(
     *,
     layout: str = "NHD",
     pad: int = 0,
+    fp8: bool = False,
 ) -> None:
     """Write and attend as a layer does; the output must be attention over pages."""
-    pages, table = make_pages(layout), make_table(len(q_lens))
+    pages, table = make_pages(layout, fp8=fp8), make_table(len(q_lens))
     num_tokens = sum(q_lens)
     q = torch.randn(num_tokens + pad, HEADS, DIM)
     k, v = torch.randn(2, num_tokens + pad, KV_HEADS, DIM)
@@ -72,7 +80,7 @@ def run_layer(
     batch = read_batch(common_metadata(q_lens, k_lens, table), decode_tokens=2)
     output = torch.full_like(q, 7.0)
     attend_batch(object(), options, q, k, v, pages, batch, output)
-    keys = PagedKV(pages.k, pages.v, table, torch.tensor(k_lens, dtype=torch.int32))
+    keys = pages.keys(table, torch.tensor(k_lens, dtype=torch.int32))
     expect: dict[str, Any] = {
         "cu_seqlens_q": batch.query_start_loc,
         "window": options.window,
@@ -97,9 +105,13 @@ def run_layer(
         ([6, 1], [6, 8]),  # not sorted
     ],
 )
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_layers_attend_to_pages(q_lens: list[int], k_lens: list[int], layout: str) -> None:
-    run_layer(PLAIN, q_lens, k_lens, layout=layout, pad=3)
+def test_layers_attend_to_pages(
+    q_lens: list[int], k_lens: list[int], layout: str, fp8: bool
+) -> None:
+    """Of fp8 caches the codes, which new keys without a past have too."""
+    run_layer(PLAIN, q_lens, k_lens, layout=layout, pad=3, fp8=fp8)
 
 
 def test_layers_keep_their_options() -> None:
@@ -266,7 +278,7 @@ FITS: dict[str, Any] = {"head_size": 64, "dtype": torch.float16, "kv_cache_dtype
     ("change", "named"),
     [
         ({"head_size": 512}, "head_size .* got 512"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype .* got 'fp8_e4m3'"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype .* got 'fp8_e5m2'"),
         ({"kv_cache_dtype": "bfloat16"}, "kv_cache_dtype .* got 'bfloat16'"),
         ({"attn_type": "encoder_only"}, "attn_type .* got 'encoder_only'"),
         ({"has_alibi": True}, "alibi_slopes"),
@@ -281,6 +293,8 @@ def test_refusals_name_the_value(change: dict[str, Any], named: str) -> None:
 def test_what_fits_is_not_refused() -> None:
     for change in ({}, {"kv_cache_dtype": "float16"}, {"head_size": 256}, {"head_size": 80}):
         assert refusal(**{**FITS, **change}) is None
+    for name in ("fp8", "fp8_e4m3"):
+        assert refusal(**{**FITS, "kv_cache_dtype": name}) is None
 
 
 @pytest.mark.parametrize(
@@ -303,16 +317,37 @@ def test_a_window_needs_a_causal_layer() -> None:
         attend_batch(object(), options, q, None, None, make_pages(), batch, q)
 
 
+def resolve(backend: Backends) -> Any:
+    """As vLLM does: the class that a registered path leads to."""
+    module, _, name = REGISTERED[backend].rpartition(".")
+    return getattr(import_module(module), name)
+
+
+@pytest.mark.parametrize("use_mla", [False, True])
 @pytest.mark.parametrize("chosen", [None, Backends.CUSTOM])
-def test_registration(monkeypatch: pytest.MonkeyPatch, chosen: Backends | None) -> None:
-    install(monkeypatch, "0.32.0", chosen)
+def test_names_stand_for_the_backend_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, chosen: Backends | None, use_mla: bool
+) -> None:
+    install(monkeypatch, "0.32.0", chosen, use_mla=use_mla)
+    register()
+    ours = "AnabranchLatentBackend" if use_mla else "AnabranchBackend"
+    assert resolve(Backends.CUSTOM).__name__ == ours
+    theirs = (
+        (Backends.CPU_MLA, "OwnCpuLatentBackend")
+        if use_mla
+        else (Backends.CPU_ATTN, "OwnCpuBackend")
+    )
+    assert resolve(theirs[0]).__name__ == (theirs[1] if chosen is None else ours)
+    with pytest.raises(AttributeError, match="AnyBackend"):
+        _ = import_module(f"{OURS}.backend_choice").AnyBackend
+
+
+def test_registration(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.32.0")
     register()
     register()
-    module, _, name = REGISTERED[Backends.CPU_ATTN].rpartition(".")
-    on_cpu = getattr(import_module(module), name)
-    assert on_cpu.__name__ == ("OwnCpuBackend" if chosen is None else "AnabranchBackend")
-    module, _, name = REGISTERED[Backends.CUSTOM].rpartition(".")
-    backend = getattr(import_module(module), name)
+    assert {backend.name for backend in REGISTERED} == {"CUSTOM", "CPU_ATTN", "CPU_MLA"}
+    backend = resolve(Backends.CUSTOM)
     assert backend.get_name() == "CUSTOM"
     assert backend.supports_combination(512, torch.float16, "auto", None, use_mla=False)
     assert backend.supports_combination(64, torch.float16, "auto", None, use_mla=False) is None
@@ -341,7 +376,7 @@ def test_layers_are_refused_when_made(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = import_module(f"{OURS}.backend").AnabranchAttention
     for options, named in (
         ({"head_size": 300}, "got 300"),
-        ({"kv_cache_dtype": "fp8"}, "got 'fp8'"),
+        ({"kv_cache_dtype": "nvfp4"}, "got 'nvfp4'"),
         ({"alibi_slopes": [0.5]}, "alibi_slopes"),
         ({"attn_type": "encoder"}, "got 'encoder'"),
     ):
@@ -372,6 +407,34 @@ def test_a_layer_from_cache_to_output(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(output, expected.out)
     with pytest.raises(ValueError, match="output_scale"):
         layer.forward(layer, q, k, v, pages.kv_cache, batch, output, torch.ones(1))
+
+
+def test_a_layer_of_an_fp8_cache_has_scales(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "0.26.0")
+    backend = import_module(f"{OURS}.backend")
+    assert {"fp8", "fp8_e4m3"} < {*backend.AnabranchBackend.supported_kv_cache_dtypes}
+    impl = backend.AnabranchAttention(HEADS, DIM, 0.3, KV_HEADS, kv_cache_dtype="fp8")
+    layer = SimpleNamespace(_k_scale=torch.tensor(1.0), _v_scale=torch.tensor(1.0))
+    cache, table = make_pages(fp8=True).kv_cache, make_table(1)
+    k, v = 300 * torch.randn(2, 3, KV_HEADS, DIM)
+    common, slots = common_metadata([3], [3], table), slots_of([3], [3], table)
+    for scale in (1.0, 4.0):  # vLLM fills them after the first forward pass
+        layer._k_scale.fill_(scale)
+        layer._v_scale.fill_(2 * scale)
+        impl.do_kv_cache_update(layer, k, v, cache, slots)
+        written = cache[slots // PAGE, :, slots % PAGE].view(torch.float8_e4m3fn)
+        codes = [
+            encode(x, FP8_TENSOR, s).codes for x, s in ((k, layer._k_scale), (v, layer._v_scale))
+        ]
+        assert torch.equal(written.float(), torch.cat(codes, dim=-1).float())
+    q, output = torch.randn(2, 3, HEADS, DIM)
+    impl.forward(layer, q, k, v, cache, builder(backend, num_drafts=0).build(0, common), output)
+    codes_kv = (x.float() for x in written.chunk(2, dim=-1))
+    k, v = (x * s for x, s in zip(codes_kv, (layer._k_scale, layer._v_scale), strict=True))
+    expected = attend(q, RaggedKV(k, v, common.query_start_loc), **{
+        "cu_seqlens_q": common.query_start_loc, "scale": 0.3,
+    })  # fmt: skip
+    torch.testing.assert_close(output, expected.out)
 
 
 def builder(

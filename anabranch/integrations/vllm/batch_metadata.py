@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
-from anabranch import LatentKV, PagedKV, Plan, RaggedKV, make_plan
+from anabranch import Plan, make_plan
 from anabranch.integrations.vllm.query_sections import Bounds, Section, cut_section, find_bounds
+from anabranch.keys import KeySource
 
 
 @dataclass(slots=True)
@@ -59,15 +60,16 @@ class BatchMetadata:
     def plan(
         self,
         q: torch.Tensor,
-        keys: PagedKV | RaggedKV | LatentKV,
+        keys: KeySource,
         cu_seqlens_q: torch.Tensor,
         *,
         causal: bool,
         window: int | None,
     ) -> Plan:
         """The plan of this pass for such queries and keys."""
-        stored = keys.cache if isinstance(keys, LatentKV) else keys.k
-        shapes = (q.shape, q.dtype, stored.dtype, stored.shape[1:], keys.head_dim_v)
+        k, v, *_ = keys.view()
+        sizes = (keys.num_kv_heads, keys.head_dim_v, keys.page_size)
+        shapes = (q.shape, q.dtype, keys.kind, k.format, v.format, sizes)
         # Sections have tensors of their own, which live as long as the plan.
         key = (id(cu_seqlens_q), *map(id, keys.lengths), shapes, causal, window)
         if key not in self._shared:
