@@ -1,6 +1,8 @@
-"""vLLM on anabranch's backend against vLLM on FlashAttention, both running at once, by turns.
+"""vLLM on anabranch's backend against vLLM on its own, both running at once, by turns.
 
     PYTHONPATH=.:SITE python benchmarks/vllm_backend.py --out vllm.json
+    PYTHONPATH=.:SITE python benchmarks/vllm_backend.py --model dummy:deepseek-v2-lite \
+        --draft dummy:deepseek-v2-lite@1 --backends CUSTOM,FLASHMLA --cache-gib 10
 
 SITE is a folder that vLLM was unpacked to, if it is not installed. Each backend has a process of
 its own with random weights of one shape; a case runs on one while the other waits. Decodes come
@@ -11,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 import sys
 import tempfile
 import time
@@ -73,10 +74,23 @@ def engine_options(given: argparse.Namespace, phase: Phase, backend: str, folder
 
 
 def _model_folder(name: str, folder: Path) -> str:
-    made = folder / name
+    """A folder with the configuration of NAME, dummy:NAME, or the first layers of it, NAME@N."""
+    name, _, layers = name.removeprefix("dummy:").partition("@")
+    config = json.loads((CONFIGS / f"{name}.json").read_text())
+    if layers:
+        config["num_hidden_layers"] = int(layers)
+    made = folder / f"{name}-{config['num_hidden_layers']}"
     made.mkdir(exist_ok=True, parents=True)
-    shutil.copy(CONFIGS / f"{name}.json", made / "config.json")
+    (made / "config.json").write_text(json.dumps(config))
     return str(made)
+
+
+def _chosen_options(given: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says beside the model and its cases."""
+    options: dict[str, Any] = {"kv_cache_dtype": given.kv_cache_dtype}
+    if given.uncompiled:
+        options["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return options
 
 
 def run_phase(phase: Phase, given: argparse.Namespace, folder: Path, rows: list[Any]) -> None:
@@ -84,7 +98,7 @@ def run_phase(phase: Phase, given: argparse.Namespace, folder: Path, rows: list[
     engines: list[Engine] = []
     try:
         for backend in given.backends.split(","):
-            options = engine_options(given, phase, backend, folder)
+            options = engine_options(given, phase, backend, folder) | _chosen_options(given)
             engines.append(Engine(backend, options, given.logs / f"{phase.name}-{backend}.log"))
         for engine in engines:
             started = engine.receive(min(START_SECONDS, given.end - time.monotonic()))
@@ -147,7 +161,8 @@ def save(path: Path, rows: Sequence[dict[str, Any]], given: argparse.Namespace) 
             header["versions"][package] = version(package)
         except PackageNotFoundError:
             continue
-    options = {"model": given.model, "tokens": given.tokens, "backends": given.backends}
+    names = ("model", "tokens", "backends", "kv_cache_dtype", "uncompiled")
+    options = {name: getattr(given, name) for name in names}
     path.parent.mkdir(parents=True, exist_ok=True)
     content = {"header": header, "options": options, "rows": rows}
     path.write_text(json.dumps(content, indent=1) + "\n")
@@ -156,8 +171,8 @@ def save(path: Path, rows: Sequence[dict[str, Any]], given: argparse.Namespace) 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama-3.1-8b")
-    parser.add_argument("--draft", default="llama-3.1-8b-draft4")
+    parser.add_argument("--model", default="llama-3.1-8b", help="in anabranch/models/configs")
+    parser.add_argument("--draft", default="llama-3.1-8b-draft4", help="NAME@1: its first layer")
     parser.add_argument("--backends", default="CUSTOM,FLASH_ATTN")
     parser.add_argument("--cases", default="1x1024,8x1024,64x1024,64x4096,16x8192")
     parser.add_argument("--verify", default="1x1024,8x1024,64x1024", help="cases with drafts")
@@ -169,7 +184,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--cache-gib", type=float, default=36, help="of keys, for each backend")
     parser.add_argument("--seconds", type=float, default=345, help="for everything")
     parser.add_argument("--spare", type=float, default=15, help="seconds left to stop at")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--eager", action="store_true", help="without graphs and compilation")
+    parser.add_argument("--uncompiled", action="store_true", help="graphs, but no torch.compile")
     parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()

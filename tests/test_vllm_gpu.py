@@ -10,7 +10,7 @@ from fake_vllm import common_metadata
 from anabranch import AttentionState, reference
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata, read_batch
 from anabranch.integrations.vllm.cache_pages import CachePages, CacheScales
-from anabranch.integrations.vllm.latent_attention import LatentPages, attend_latent_batch
+from anabranch.integrations.vllm.latent_layer import LatentPages, attend_latent_batch
 from anabranch.integrations.vllm.layer_attention import attend_batch
 from anabranch.integrations.vllm.layer_options import LayerOptions
 

@@ -72,9 +72,9 @@ def tiny_deepseek(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = DeepseekV2Config(
         kv_lora_rank=512,
         q_lora_rank=None,
-        qk_nope_head_dim=32,
+        qk_nope_head_dim=128,
         qk_rope_head_dim=64,
-        v_head_dim=32,
+        v_head_dim=128,
         first_k_dense_replace=2,  # no experts
         n_routed_experts=4,
         num_experts_per_tok=2,
@@ -182,3 +182,29 @@ def test_graphs_give_the_tokens_of_eager(tiny_gemma: Path, setting: str, mode: s
     graphs = {"enforce_eager": False, "compilation_config": {"cudagraph_mode": mode}}
     eager = generate(tiny_gemma, "CUSTOM", options)
     assert generate(tiny_gemma, "CUSTOM", {**options, **graphs})["tokens"] == eager["tokens"]
+
+
+GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
+LATENT_SETTINGS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "prompts in vLLM's expanded way": {"max_num_batched_tokens": 512},
+    "graphs": {**GRAPHS, "max_num_batched_tokens": 512},
+    "graphs and drafts": {**GRAPHS, "speculative_config": NGRAM},
+    "fp8": {"kv_cache_dtype": "fp8"},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", LATENT_SETTINGS)
+def test_latent_caches_on_a_gpu(tiny_deepseek: Path, setting: str) -> None:
+    """In bfloat16, which vLLM's prompts need: roundings differ, so answers only begin alike."""
+    options = {"dtype": "bfloat16", **LATENT_SETTINGS[setting]}
+    ours = generate(tiny_deepseek, "CUSTOM", options)
+    assert ours["backends"] == ["AnabranchLatentBackend"]
+    eager = {name: options[name] for name in ("dtype", "kv_cache_dtype") if name in options}
+    theirs = generate(tiny_deepseek, "TRITON_MLA", eager)
+    assert theirs["backends"] == ["TritonMLABackend"]
+    assert bool(ours["drafts"]) == ("drafts" in setting)
+    for mine, own in zip(ours["tokens"][:2], theirs["tokens"][:2], strict=True):
+        alike = [a[:2] == b[:2] for a, b in zip(mine, own, strict=True)]
+        assert sum(alike) >= 12, alike

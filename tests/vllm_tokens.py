@@ -2,7 +2,7 @@
 
     python tests/vllm_tokens.py MODEL_DIRECTORY BACKEND OPTIONS_JSON
 
-Batches of 16 and of 1 run in chunks of 64 tokens, the 16 twice, so that the second time prefixes
+Batches of 16 and of 1 run in chunks of 64 tokens by default, the 16 twice, so that the second time prefixes
 are found. A model without a tokenizer gets token numbers for prompts.
 """
 
@@ -34,6 +34,8 @@ PROMPTS = [
 ]
 REPEATING = "one two three four five six seven eight nine ten " * 4 + "one two three"
 
+DEFAULTS = {"enforce_eager": True, "dtype": "float32", "max_num_batched_tokens": 64}
+
 
 def main(model: str, backend: str, options_json: str) -> None:
     import torch
@@ -45,17 +47,15 @@ def main(model: str, backend: str, options_json: str) -> None:
     if "anabranch" not in entry_points(group="vllm.general_plugins").names:
         register()  # a folder on the path has no entry points
     prompts: list[Any] = [*PROMPTS, REPEATING]
-    options: dict[str, Any] = {"enforce_eager": True, **json.loads(options_json)}
+    options: dict[str, Any] = {**DEFAULTS, **json.loads(options_json)}
     if not (Path(model) / "tokenizer.json").exists():
         options["skip_tokenizer_init"] = True
         prompts = [{"prompt_token_ids": [ord(char) for char in text]} for text in prompts]
     llm: Any = LLM(
         model=model,
-        dtype="float32",
         attention_backend=backend,
         enable_prefix_caching=True,
         enable_chunked_prefill=True,
-        max_num_batched_tokens=64,
         max_num_seqs=16,
         max_model_len=512,
         block_size=32,

@@ -15,7 +15,7 @@ from anabranch.integrations.vllm.compat import (
     describe_constants,
     latent_interface,
 )
-from anabranch.integrations.vllm.latent_attention import LatentPages, attend_latent_batch
+from anabranch.integrations.vllm.latent_layer import LatentPages, attend_latent_batch
 from anabranch.integrations.vllm.latent_metadata import AnabranchLatentMetadataBuilder
 from anabranch.integrations.vllm.layer_options import CACHE_DTYPES, FP8_DTYPES, latent_refusal
 
