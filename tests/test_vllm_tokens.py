@@ -184,7 +184,10 @@ def test_graphs_give_the_tokens_of_eager(tiny_gemma: Path, setting: str, mode: s
     assert generate(tiny_gemma, "CUSTOM", {**options, **graphs})["tokens"] == eager["tokens"]
 
 
-GRAPHS = {"enforce_eager": False, "compilation_config": {"mode": 0, "cudagraph_mode": "FULL"}}
+GRAPHS: dict[str, Any] = {
+    "enforce_eager": False,
+    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+}
 LATENT_SETTINGS: dict[str, dict[str, Any]] = {
     "eager": {},
     "prompts in vLLM's expanded way": {"max_num_batched_tokens": 512},

@@ -2,8 +2,8 @@
 
     python tests/vllm_tokens.py MODEL_DIRECTORY BACKEND OPTIONS_JSON
 
-Batches of 16 and of 1 run in chunks of 64 tokens by default, the 16 twice, so that the second time prefixes
-are found. A model without a tokenizer gets token numbers for prompts.
+Batches of 16 and of 1 run in chunks of 64 tokens unless the options say otherwise, the 16 twice, so
+that the second time prefixes are found. A model without a tokenizer gets token numbers for prompts.
 """
 
 from __future__ import annotations
