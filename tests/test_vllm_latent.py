@@ -72,6 +72,7 @@ def make_table(num_seqs: int, width: int = 5) -> torch.Tensor:
         ([3, 1, 2], [7, 9, 20]),  # verification with fewer drafts in some
         ([1, 3, 5, 8], [9, 6, 11, 8]),  # with short prompts
         ([1, 5, 0, 0], [3, 5, 0, 0]),  # with padding
+        ([1, 1], [0, 6]),  # decode context parallel: no keys on this rank
     ],
 )
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "fp8"])
@@ -85,7 +86,7 @@ def test_a_layer_attends_to_the_rows_it_wrote(
     slots = torch.cat([
         table[seq][at // PAGE].long() * PAGE + at % PAGE
         for seq, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True))
-        for at in [torch.arange(k_len - q_len, k_len)]
+        for at in [torch.arange(max(k_len - q_len, 0), k_len)]
     ])  # fmt: skip
     latent, rotary = torch.randn(len(slots), RANK), torch.randn(len(slots), 1, ROPE)
     written = (latent, rotary, cache, slots, kv_cache_dtype, layer._k_scale)
@@ -95,7 +96,7 @@ def test_a_layer_attends_to_the_rows_it_wrote(
     codes = cache.view(torch.float8_e4m3fn) if is_fp8 else cache
     kept = codes.flatten(0, 1).float()[slots] * (0.5 if is_fp8 else 1.0)
     torch.testing.assert_close(kept, rows, rtol=2**-4 if is_fp8 else 0, atol=2**-10 * is_fp8)
-    q = torch.randn(len(slots), HEADS, RANK + ROPE)
+    q = torch.randn(sum(q_lens), HEADS, RANK + ROPE)
     batch = make_builder(backend, num_drafts=2).build(0, common)
     assert impl.forward_mqa((q[..., :RANK], q[..., RANK:]), codes, batch, layer)[1] is None
     impl.need_to_return_lse_for_decode = True
@@ -105,6 +106,14 @@ def test_a_layer_attends_to_the_rows_it_wrote(
     options = {**CAUSAL, "cu_seqlens_q": common.query_start_loc, "scale": SCALE}
     assert_right(AttentionState(*state), q, keys, options)
     assert not impl.supports_quant_query_input
+
+
+def test_padding_is_not_written(backend: Any) -> None:
+    latent, rotary, cache = torch.randn(4, RANK), torch.randn(4, 1, ROPE), make_cache()
+    expected, slots = cache.clone(), torch.tensor([5, -1])  # two tokens have none
+    make_layer(backend).do_kv_cache_update(latent, rotary, cache, slots, "auto", torch.ones(()))
+    expected[5 // PAGE, 5 % PAGE] = torch.cat([latent[0], rotary[0, 0]])
+    assert torch.equal(cache, expected)
 
 
 def test_memory_is_measured_without_a_cache(backend: Any) -> None:
