@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -448,6 +450,7 @@ def builder(
         model_config=SimpleNamespace(rswa_window=rswa_window),
         num_drafts=num_drafts,
         compilation_config=SimpleNamespace(static_forward_context=layers or {}),
+        scheduler_config=SimpleNamespace(max_num_batched_tokens=48, max_num_seqs=5),
     )
     names, cpu = [*(layers or {})], torch.device("cpu")
     return backend.AnabranchBackend.get_builder_cls()(None, names, config, cpu)
@@ -492,6 +495,44 @@ def test_kernels_are_compiled_before_a_capture(monkeypatch: pytest.MonkeyPatch) 
     assert ran == [None, 3]
     assert torch.equal(layers["a"].kv_cache, before)
     assert not batch._shared, "plans for the graph are made inside it"
+
+
+def test_every_kind_of_section_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, where nothing is launched meanwhile: here the calls of a layer are counted."""
+    install(monkeypatch, "0.26.0")
+    backend = import_module(f"{OURS}.backend")
+    module = import_module(f"{OURS}.metadata_builder")
+    ahead, kinds = [False], list[tuple[int, int, bool]]()
+
+    @contextmanager
+    def compiling() -> Iterator[None]:
+        ahead[0] = True
+        yield
+        ahead[0] = False
+
+    class Recording(backend.AnabranchAttention):
+        def forward(self, *args: Any, **options: Any) -> torch.Tensor:
+            batch: BatchMetadata = args[5]
+            (bounds,) = batch.bounds
+            if ahead[0]:
+                num_seqs = bounds.seqs.stop
+                kinds.append((num_seqs, batch.num_tokens // num_seqs, bounds.are_new))
+            return super().forward(*args, **options)
+
+    monkeypatch.setattr(module, "compiling_ahead", compiling)
+    impl = Recording(HEADS, DIM, 0.3, KV_HEADS)
+    layers = {"a": SimpleNamespace(impl=impl, kv_cache=make_pages().kv_cache)}
+    made = builder(backend, num_drafts=2, layers=layers)
+    made._is_compiled = False
+    common = common_metadata([4, 4], [4, 4], make_table(2))
+    for _ in range(2):
+        made.build_for_cudagraph_capture(common)
+    assert len(kinds) == len(set(kinds))
+    assert {(seqs, 1, False) for seqs in (1, 2, 4, 5)} <= set(kinds)
+    assert {(seqs, 3, False) for seqs in (1, 2, 4, 5)} <= set(kinds)
+    assert {(1, 48, False), (1, 48, True), (3, 16, True), (5, 8, False)} <= set(kinds)
+    assert not any(are_new for _, q_len, are_new in kinds if q_len <= 3)
+    assert all(seqs * q_len <= 48 for seqs, q_len, _ in kinds)
 
 
 def test_the_cache_is_declared_as_vllm_packs_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,8 @@ import torch
 
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata, read_batch
 from anabranch.integrations.vllm.compat import attention_interface
+from anabranch.integrations.vllm.section_kinds import section_kinds
+from anabranch.kernels.compile_ahead import compiling_ahead
 
 _interface = attention_interface()
 
@@ -28,6 +30,7 @@ class AnabranchMetadataBuilder(_interface.AttentionMetadataBuilder):
                 f"reference sliding windows are not supported, got rswa_window={reference_window}"
             )
         self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+        self._is_compiled = device.type != "cuda"
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -40,8 +43,23 @@ class AnabranchMetadataBuilder(_interface.AttentionMetadataBuilder):
 
         vLLM warms up with a batch that build() has cut, so kernels of this one are compiled here.
         """
+        if not self._is_compiled:
+            self._compile_sections(common_attn_metadata.block_table_tensor)
+            self._is_compiled = True
         self._run_once(read_batch(common_attn_metadata, decode_tokens=None))
         return read_batch(common_attn_metadata, decode_tokens=None)
+
+    def _compile_sections(self, table: torch.Tensor) -> None:
+        """Compile, side by side, what steps outside of graphs may launch amid requests."""
+        limits = self.vllm_config.scheduler_config
+        with compiling_ahead():
+            for batch in section_kinds(
+                max_tokens=limits.max_num_batched_tokens,
+                max_seqs=limits.max_num_seqs,
+                decode_tokens=self.reorder_batch_threshold or 1,
+                table=table,
+            ):
+                self._run_once(batch)
 
     def _run_once(self, batch: BatchMetadata) -> None:
         """Attend in a layer of each kind; cache and outputs of the model are not touched."""
