@@ -11,6 +11,7 @@ decoding, few.
 from __future__ import annotations
 
 import argparse
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -76,7 +77,9 @@ def main(options: Options) -> None:
     """Print a line for each way, and write JSON."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     results = begin_results("decode_ways", device, options)
+    begin = time.perf_counter()
     llm = build(options, device)
+    print(f"the engine started in {time.perf_counter() - begin:.1f} s", flush=True)
     choice = llm.engine.choice.prefixes or llm.engine.choice.sparse
     if choice is None:
         raise ValueError(f"{options.model} has too few keys for {options.way} to pay")

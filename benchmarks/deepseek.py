@@ -67,6 +67,7 @@ def _kernel_ms(llm: LLM, case: Case, num_tokens: int) -> dict[str, float]:
 
 def run_ours(given: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str, Any]]:
     """A row for each case."""
+    begin = time.perf_counter()
     llm = LLM(
         f"dummy:{given.model}",
         device="cuda",
@@ -75,6 +76,7 @@ def run_ours(given: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str,
         kv_cache_gib=given.cache_gib,
         prefix_caching=False,
     )
+    print(f"the engine started in {time.perf_counter() - begin:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
     for case in cases:
         our_steps(llm, case, 6, seed=99)
