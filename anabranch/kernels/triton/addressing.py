@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.triton.codec import decode_tile
-from anabranch.keys import KeyStore, KeyView, ScaleStore
+from anabranch.keys import KeyLists, KeyStore, KeyView, ScaleStore
 
 
 class Rows(NamedTuple):
@@ -32,6 +32,19 @@ class StoreArguments(NamedTuple):
     scales: ScaleStore | None
 
 
+class ListArguments(NamedTuple):
+    """Where listed keys lie, as KeyLists has it; sizes of pages and heads are constants."""
+
+    seqs: torch.Tensor | None  # [num_tokens]
+    pages: torch.Tensor | None  # [num_seqs, max_pages]
+    pages_stride: int
+    tokens_per_seq: int
+    width: int
+    page_step: int
+    key_step: int
+    head_step: int
+
+
 class ViewArguments(NamedTuple):
     """The view of a source as a kernel takes it."""
 
@@ -39,6 +52,7 @@ class ViewArguments(NamedTuple):
     v: StoreArguments
     table: torch.Tensor | None
     log_weights: torch.Tensor | None  # in the shape of the table
+    lists: ListArguments | None = None  # the table then holds lists of keys, not of pages
 
 
 def store_arguments(store: KeyStore, native_fp8: bool = False) -> StoreArguments:
@@ -53,6 +67,21 @@ def view_arguments(view: KeyView, native_fp8: bool) -> ViewArguments:
     """A view without what kernels know as constants."""
     stores = (store_arguments(store, native_fp8) for store in (view.k, view.v))
     return ViewArguments(*stores, view.page_table, view.log_weights)
+
+
+def list_arguments(lists: KeyLists) -> ListArguments:
+    """Lists without what kernels know as constants, and without the lists themselves."""
+    pages = lists.page_table
+    return ListArguments(
+        lists.seqs,
+        pages,
+        0 if pages is None else pages.stride(0),
+        lists.tokens_per_seq,
+        lists.indices.shape[1],
+        lists.page_step,
+        lists.key_step,
+        lists.head_step,
+    )
 
 
 @triton.jit
@@ -113,6 +142,32 @@ def load_pages(keys, origin, table_ptr, table_stride, PAGE_SIZE: tl.constexpr):
             table_ptr + origin.to(tl.int64) * table_stride + keys.to(tl.uint32) // PAGE_SIZE
         )
     return pages
+
+
+@triton.jit
+def find_keys(places, row, count, lists, table_ptr, table_stride, LISTS: tl.constexpr):
+    """Where keys at these places of a list lie, in strides of a page of one key (int32).
+
+    Places from `count` on lie where the first does, and those of an empty list at 0: they are
+    masked. Nothing but the place of unlisted keys waits for the count.
+    """
+    row_ptr = table_ptr + row.to(tl.int64) * table_stride
+    keys = tl.load(row_ptr + tl.minimum(places, lists.width - 1))
+    first = tl.load(row_ptr)
+    token = row // LISTS.per_token
+    kv_head = row % LISTS.per_token * LISTS.num_kv_heads // LISTS.per_token
+    if lists.seqs is not None:
+        seq = tl.load(lists.seqs + token)
+    else:
+        seq = token // lists.tokens_per_seq
+    keys = tl.where(places < count, keys, first)
+    pages = seq
+    if lists.pages is not None:
+        pages_ptr = lists.pages + seq.to(tl.int64) * lists.pages_stride
+        pages = tl.load(pages_ptr + keys // LISTS.page_size, count > 0, other=0)
+        keys = keys % LISTS.page_size
+    found = pages * lists.page_step + keys * lists.key_step + kv_head * lists.head_step
+    return tl.where(count > 0, found, 0)
 
 
 @triton.jit

@@ -43,6 +43,7 @@ class Division:
     fixed_parts: bool
     part_tiles: int
     whole_rows: int
+    uniform: bool = False  # a program for each part of part_tiles tiles, without a schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,15 @@ class Merging:
     fan_in: int
     rows: int
     batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListShape:
+    """How lists of keys belong to heads, and the pages that their keys lie in."""
+
+    per_token: int
+    num_kv_heads: int
+    page_size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +83,7 @@ class Source:
     k_words: bool = False  # codes are loaded four at a time
     v_words: bool = False
     packed: bool = False  # NVIDIA's instructions for pairs of halves are there
+    lists: ListShape | None = None  # the table holds lists of keys, which are looked up as read
 
     @property
     def is_plain(self) -> bool:
@@ -131,6 +142,7 @@ def attend_program(
     native_fp8: bool = False,
     packed: bool = False,
     fixed_parts: bool = False,
+    uniform: bool = False,
     fused: bool = True,
     overlap: bool = False,
     limit_registers: bool = True,
@@ -163,7 +175,8 @@ def attend_program(
             least_share=config.least_share,
             aligned_growth=config.aligned_growth,
             deals=config.deals,
-            fixed_parts=fixed_parts,
+            fixed_parts=fixed_parts or uniform,
+            uniform=uniform,
             part_tiles=config.part_tiles,
             whole_rows=config.whole_rows,
         ),
@@ -230,3 +243,9 @@ def with_codes(
         v_words=v_words and not constants.tiles.values_first,
     )
     return replace(constants, source=source)
+
+
+@cache
+def with_lists(constants: AttendConstants, shape: ListShape) -> AttendConstants:
+    """The constants for lists that are looked up as they are read."""
+    return replace(constants, source=replace(constants.source, lists=shape))

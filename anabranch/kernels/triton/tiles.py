@@ -5,6 +5,7 @@ import triton.language as tl
 
 from anabranch.kernels.triton.addressing import (
     dim_ptrs,
+    find_keys,
     key_offsets,
     load_pages,
     load_rows,
@@ -20,6 +21,30 @@ from anabranch.kernels.triton.scales import (
     scaled_as_tile,
     scaled_by_key,
 )
+
+
+@triton.jit
+def bounded(keys, stop, seq_len, C: tl.constexpr):
+    """Keys to look up: none after the last, or where lists are looked up, of the last tile.
+
+    Those know their length when the first keys are under way, and read what is in the cache.
+    """
+    if C.source.lists is not None:
+        last = stop * C.tiles.block_n - 1
+    else:
+        last = seq_len - 1
+    return tl.minimum(keys, last)
+
+
+@triton.jit
+def pages_of(keys, origin, seq_len, view, table_stride, C: tl.constexpr):
+    """The pages of keys, or where listed ones lie."""
+    LISTS: tl.constexpr = C.source.lists
+    if LISTS is not None:
+        pages = find_keys(keys, origin, seq_len, view.lists, view.table, table_stride, LISTS)
+    else:
+        pages = load_pages(keys, origin, view.table, table_stride, C.source.page_size)
+    return pages
 
 
 @triton.jit
@@ -89,9 +114,8 @@ def attend_tiles(
     else:
         keys = tile * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
         first_keys = keys
-    pages = load_pages(
-        tl.minimum(first_keys, seq_len - 1), origin, table, table_stride, C.source.page_size
-    )
+    first_keys = bounded(first_keys, stop, seq_len, C)
+    pages = pages_of(first_keys, origin, seq_len, view, table_stride, C)
     for index in tl.range(tile, stop):
         keys = index * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
         # Loading V before K moves the barrier that the compiler puts between the copies of two
@@ -139,9 +163,9 @@ def attend_tiles(
             next_keys = keys + C.tiles.block_n
             if ONE_PAGE:
                 next_keys = (index + 1) * C.tiles.block_n
-            next_keys = tl.minimum(next_keys, seq_len - 1)
+            next_keys = bounded(next_keys, stop, seq_len, C)
             if C.tiles.values_first or SHARED:
-                pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
+                pages = pages_of(next_keys, origin, seq_len, view, table_stride, C)
         scores = score(q_main, tile_k, None, C.tiles.keys_first)
         if C.tiles.dk_rest > 0:
             if SHARED and C.tiles.block_m >= 64:
@@ -194,7 +218,7 @@ def attend_tiles(
                         C.head_dim_v, DTYPE, V_FORMAT, V_SCALED, BOXED,
                     )  # fmt: skip
                 if not BOXED:
-                    pages = load_pages(next_keys, origin, table, table_stride, C.source.page_size)
+                    pages = pages_of(next_keys, origin, seq_len, view, table_stride, C)
             value_scales = load_folded(v, v_scale_place, V_BY_KEY)
         state = update_state(
             state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
@@ -264,7 +288,10 @@ def attend_pair(
             pair, source, rules, tree_width, C, True,
         )  # fmt: skip
         tile = tl.maximum(tile, boxed_stop)
-    if tile < stop:
+    has_tiles = tile < stop
+    if C.division.uniform:
+        has_tiles = True  # known to the compiler
+    if has_tiles:
         state = attend_tiles(
             state, (q_main, q_rest), tokens, tree_rows, tile, stop, full_start, full_stop,
             pair, source, rules, tree_width, C, False,

@@ -1,0 +1,105 @@
+"""One token over short lists of keys: a program for each few tiles of each list.
+
+Where lists are few and short, a step waits for memory a few times in a row and does little else.
+So there is no schedule to read, and lists are looked up where they lie.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.triton.addressing import Rows, list_arguments, view_arguments
+from anabranch.kernels.triton.constants import (
+    AttendProgram,
+    ListShape,
+    with_lists,
+    with_page_strides,
+)
+from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
+from anabranch.kernels.triton.online_softmax import finish_state
+from anabranch.kernels.triton.output import write_rows
+from anabranch.kernels.triton.tiles import attend_pair
+from anabranch.keys import KeyView
+from anabranch.rules import Rules
+from anabranch.state import AttentionState
+
+
+def attend_lists(
+    q: torch.Tensor,  # [num_lists, group, head_dim_k]
+    view: KeyView,
+    rules: Rules,
+    state: AttentionState,
+    parts: Parts,
+    program: AttendProgram,
+    *,
+    trigger: bool = True,
+) -> None:
+    """Write the state of each token of `q` over its list."""
+    lists = view.lists
+    assert lists is not None
+    indices = lists.indices.contiguous()
+    constants = with_page_strides(program.constants, (*view.k[1:3], *view.v[1:3]))
+    shape = ListShape(lists.lists_per_token, lists.num_kv_heads, lists.page_size)
+    constants = with_lists(constants, shape)
+    num_lists, width = indices.shape
+    arguments = view_arguments(view._replace(page_table=indices), constants.source.native_fp8)
+    keys = constants.tiles.block_n * constants.division.part_tiles
+    num_parts = triton.cdiv(width, keys)
+    attend_lists_kernel[num_lists, num_parts](
+        Rows(q, *q.stride()),
+        arguments._replace(lists=list_arguments(lists)),
+        width,
+        lists.counts,
+        rules._replace(causal=None, scale=rules.scale * math.log2(math.e), sinks=None),
+        Rows(state.out, *state.out.stride()),
+        Rows(state.lse, *state.lse.stride(), 0),
+        parts,
+        constants,
+        trigger,
+        **program.options,
+        **({"launch_pdl": True} if constants.overlap else {}),
+    )
+
+
+@triton.jit(do_not_specialize=["width"])
+def attend_lists_kernel(
+    q,  # Rows [num_lists, group, head_dim_k]
+    view,  # ViewArguments
+    width,
+    counts_ptr,  # [num_lists]
+    rules,  # Rules, with the scale of logits in base 2
+    out_rows,  # Rows [num_lists, group, head_dim_v]
+    lse_rows,  # Rows [num_lists, group, 1]
+    parts,  # Parts
+    C: tl.constexpr,  # AttendConstants
+    TRIGGER: tl.constexpr,
+):
+    """Attend to a part of one list, and merge its parts if this program is the last of them."""
+    if C.overlap:  # nothing is read before the kernel ahead has ended
+        gdc_wait()
+        if TRIGGER:
+            gdc_launch_dependents()
+    row, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    count = tl.minimum(tl.load(counts_ptr + row), width)
+    tile = part * C.division.part_tiles
+    stop = tl.minimum(tile + C.division.part_tiles, tl.cdiv(width, C.tiles.block_n))
+    state = attend_pair(
+        q, (0, row), (row, 1, count, row * 0), tile, stop, False, (view, (None, None, None), width),
+        rules, 0, C,
+    )  # fmt: skip
+    out, lse = finish_state(state)
+    first_slot = row * num_parts
+    if num_parts == 1:
+        rows = tl.arange(0, C.tiles.block_m)
+        write_rows(out, lse, rows, C.group, row, 0, out_rows, lse_rows, C)
+    else:
+        leave_part(out, lse, part, first_slot, 0, C.group, parts, C)
+        if C.merging.fused:
+            merge_tree(
+                part, num_parts, first_slot, 0, C.group, row, 0, parts, out_rows, lse_rows, C
+            )
