@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 
 from anabranch.call import AttendCall, PlanOptions, shape_of
@@ -9,7 +11,7 @@ from anabranch.destination import check_destination, check_unshared
 from anabranch.keys import KeySource, flatten_source, rebuild_source
 from anabranch.merge import merge
 from anabranch.plan import Plan
-from anabranch.producers import choose_producer, load_producer
+from anabranch.producers import RESUMING, ResumingProducer, choose_producer, load_producer
 from anabranch.queries import Queries, check_queries, pack_queries
 from anabranch.rules import Rules, check_list_rules, check_rules, make_rules
 from anabranch.shapes import Sizes
@@ -30,6 +32,7 @@ def attend(
     sinks: torch.Tensor | None = None,
     tree_mask: torch.Tensor | None = None,
     plan: Plan | None = None,
+    prior: AttentionState | None = None,
     out: AttentionState | None = None,
     check: bool = False,
     impl: str | None = None,
@@ -47,6 +50,8 @@ def attend(
     tree_mask     bool [num_tokens, width]: which of its sequence's new tokens a token sees, in the
                   place of the causal rule among them
     plan          from make_plan() with the same options, to be shared by the layers of a step
+    prior         a state over other keys, or a stack of them in dimension 0: the result is merged
+                  with it, without a launch of merge() where the producer can
     out           the state to write into, whose `out` is contiguous in its last dimension
     check         also validate lengths and page indices, which waits for the device
     impl          "torch", "triton" or "gluon"; by default ANABRANCH_ATTEND, then the first that can
@@ -74,11 +79,13 @@ def attend(
     if check:
         queries.check_content()
         keys.check_content()
+    if prior is not None:
+        prior = _pack_prior(q, call, prior)
     if out is not None:
-        state = _attend_into(q, call, plan, out, impl)
+        state = _attend_into(q, call, plan, prior, out, impl)
     else:
         run = _attend_traced if torch.compiler.is_compiling() else _attend
-        state = run(call, plan, impl, None)
+        state = run(call, plan, impl, prior, None)
         if queries.packed.shape != q.shape:
             state = AttentionState(*(x.view(*q.shape[:-1], *x.shape[2:]) for x in state))
     if sinks_apart is None:
@@ -109,17 +116,46 @@ def _check(call: AttendCall, plan: Plan | None, impl: str | None) -> None:
             raise ValueError(f"the plan was made by {plan.impl!r}, got impl={impl!r}")
 
 
+def _pack_prior(q: torch.Tensor, call: AttendCall, prior: AttentionState) -> AttentionState:
+    """A stack [states, tokens, heads, dim] of states of the shape of `q`."""
+    shape = (*q.shape[:-1], call.keys.head_dim_v)
+    if prior.out.dim() == q.dim():
+        prior = AttentionState(*(x[None] for x in prior))
+    check_destination(prior, (len(prior.lse), *shape), (q.dtype,), q.device, name="prior")
+    rows = call.queries.packed.shape[:2]
+    return AttentionState(*(x.reshape(-1, *rows, *x.shape[q.dim() :]) for x in prior))
+
+
 def _attend(
-    call: AttendCall, plan: Plan | None, impl: str | None, out: AttentionState | None
+    call: AttendCall,
+    plan: Plan | None,
+    impl: str | None,
+    prior: AttentionState | None,
+    out: AttentionState | None,
 ) -> AttentionState:
     """By the producer that made the plan, or the one that is asked for or found."""
-    if plan is not None:
-        return load_producer(plan.impl).attend(call, plan.work, out)
-    return load_producer(choose_producer(call, UNPLANNED, impl)).attend(call, None, out)
+    name = choose_producer(call, UNPLANNED, impl) if plan is None else plan.impl
+    producer, work = load_producer(name), None if plan is None else plan.work
+    if prior is not None and name in RESUMING:
+        return cast("ResumingProducer", producer).attend(call, work, out, prior)
+    return _merge_prior(producer.attend(call, work, out), prior)
+
+
+def _merge_prior(state: AttentionState, prior: AttentionState | None) -> AttentionState:
+    """What producers do that can go on from states, as a launch of its own."""
+    if prior is None:
+        return state
+    states = (AttentionState(*pair) for pair in zip(*prior, strict=True))
+    return merge(state, *states, out=state)
 
 
 def _attend_into(
-    q: torch.Tensor, call: AttendCall, plan: Plan | None, out: AttentionState, impl: str | None
+    q: torch.Tensor,
+    call: AttendCall,
+    plan: Plan | None,
+    prior: AttentionState | None,
+    out: AttentionState,
+    impl: str | None,
 ) -> AttentionState:
     """Write into a state of the shape of `q`."""
     check_destination(out, (*q.shape[:-1], call.keys.head_dim_v), (q.dtype,), q.device)
@@ -129,14 +165,15 @@ def _attend_into(
         )
     run = _attend_traced
     if not torch.compiler.is_compiling():
-        check_unshared(out, {"q": q, **call.keys.tensors()})
+        read = {} if prior is None else {"prior.out": prior.out, "prior.lse": prior.lse}
+        check_unshared(out, {"q": q, **call.keys.tensors(), **read})
         run = _attend
     shape = call.queries.packed.shape[:2]
     if q.dim() == 3 and q.shape[1] == shape[1]:
-        run(call, plan, impl, out)
+        run(call, plan, impl, prior, out)
         return out
     rows = AttentionState(*(x.reshape(*shape, *x.shape[q.dim() - 1 :]) for x in out))
-    run(call, plan, impl, rows)
+    run(call, plan, impl, prior, rows)
     folds_heads = q.shape[-2] != shape[1]
     for mine, written in zip(out, rows, strict=True):
         viewed = mine.is_contiguous() or not folds_heads
@@ -146,7 +183,11 @@ def _attend_into(
 
 
 def _attend_traced(
-    call: AttendCall, plan: Plan | None, impl: str | None, out: AttentionState | None
+    call: AttendCall,
+    plan: Plan | None,
+    impl: str | None,
+    prior: AttentionState | None,
+    out: AttentionState | None,
 ) -> AttentionState:
     """By an operator, which a tracer takes whole."""
     queries, keys, rules, _ = call
@@ -160,9 +201,9 @@ def _attend_traced(
         None if plan is None else plan.text,
     )
     if out is None:
-        return AttentionState(*torch.ops.anabranch.attend(*arguments))
+        return _merge_prior(AttentionState(*torch.ops.anabranch.attend(*arguments)), prior)
     torch.ops.anabranch.attend_into(*out, *arguments)
-    return out
+    return _merge_prior(out, prior)
 
 
 @torch.library.custom_op("anabranch::attend", mutates_args=())

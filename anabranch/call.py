@@ -36,6 +36,7 @@ class PlanOptions(NamedTuple):
     fused_merge: bool = True  # parts are merged without a second launch
     config: object | None = None  # the producer's own tiles, in place of those it would select
     rows_per_seq: float | None = None  # that tiles are selected for; by default the average
+    leave_empty: bool = False  # rows that see no key need not be written
 
 
 class CallShape(NamedTuple):

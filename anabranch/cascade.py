@@ -18,7 +18,6 @@ import torch
 from anabranch.attend import attend
 from anabranch.destination import check_destination
 from anabranch.keys import PagedKV
-from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
 from anabranch.prefix_order import prefix_order
 from anabranch.queries import check_queries, pack_queries
@@ -58,6 +57,7 @@ class Cascade:
     cu_seqlens_q: torch.Tensor | None
     shared_plan: Plan
     rest_plan: Plan
+    prefix: AttentionState  # [levels * num_tokens, ...], over spans; empty states where none are
     order: torch.Tensor | None  # int64 [num_seqs], of sequences in the spans; None for the batch's
 
 
@@ -119,10 +119,15 @@ def make_cascade(
         cu_seqlens_q=pages.cu_seqlens,
         causal=False,
         rows_per_seq=q.shape[0] * q.shape[1] / keys.num_kv_heads,  # as if all shared one prefix
+        leave_empty=True,
         impl=impl or _span_producer(keys),
     )
     rest_plan = make_plan(q, rest, cu_seqlens_q=queries.cu_seqlens, tree_mask=tree_mask, impl=impl)
-    return Cascade(pages, levels, queries.cu_seqlens, shared_plan, rest_plan, order)
+    shape = (levels * q.shape[0], q.shape[1], keys.head_dim_v)
+    prefix = AttentionState(
+        q.new_zeros(shape), q.new_full(shape[:2], float("-inf"), dtype=torch.float32)
+    )
+    return Cascade(pages, levels, queries.cu_seqlens, shared_plan, rest_plan, prefix, order)
 
 
 def attend_cascade(
@@ -144,7 +149,8 @@ def attend_cascade(
         return _attend_reordered(q, keys, cascade, softcap, scale, sinks, out)
     shared, rest = _sources(keys, cascade.pages)
     levels, num_tokens = cascade.levels, q.shape[0]
-    prefix = attend(
+    prefix = cascade.prefix
+    attend(
         q.contiguous() if levels == 1 else q.repeat(levels, 1, 1),
         shared,
         cu_seqlens_q=cascade.pages.cu_seqlens,
@@ -152,8 +158,9 @@ def attend_cascade(
         softcap=softcap,
         scale=scale,
         plan=cascade.shared_plan,
+        out=prefix,
     )
-    own = attend(
+    return attend(
         q,
         rest,
         cu_seqlens_q=cascade.cu_seqlens_q,
@@ -162,13 +169,9 @@ def attend_cascade(
         sinks=sinks,
         tree_mask=tree_mask,
         plan=cascade.rest_plan,
+        prior=AttentionState(*(x.view(levels, num_tokens, *x.shape[1:]) for x in prefix)),
         out=out,
     )
-    spans = (
-        AttentionState(*(x[level * num_tokens : (level + 1) * num_tokens] for x in prefix))
-        for level in range(levels)
-    )
-    return merge(own, *spans, out=own)
 
 
 def _attend_reordered(

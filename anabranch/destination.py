@@ -15,26 +15,28 @@ def check_destination(
     shape: Sequence[int],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
+    *,
+    name: str = "out",
 ) -> None:
     """Refuse a state that cannot hold an output of this shape."""
     shape = tuple(shape)
     if tuple(out.out.shape) != shape or tuple(out.lse.shape) != shape[:-1]:
         raise ValueError(
-            f"out has shapes {tuple(out.out.shape)} and {tuple(out.lse.shape)}, "
+            f"{name} has shapes {tuple(out.out.shape)} and {tuple(out.lse.shape)}, "
             f"expected {shape} and {shape[:-1]}"
         )
-    check_dtype("out.out", out.out, dtypes)
-    check_dtype("out.lse", out.lse, (torch.float32,))
-    for name, tensor in (("out.out", out.out), ("out.lse", out.lse)):
-        check_device(name, tensor, device)
+    check_dtype(f"{name}.out", out.out, dtypes)
+    check_dtype(f"{name}.lse", out.lse, (torch.float32,))
+    for field, tensor in ((f"{name}.out", out.out), (f"{name}.lse", out.lse)):
+        check_device(field, tensor, device)
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             if stride == 0 and size > 1:
                 raise ValueError(
-                    f"{name} overlaps itself: shape {shape[: tensor.dim()]}, "
+                    f"{field} overlaps itself: shape {shape[: tensor.dim()]}, "
                     f"strides {tensor.stride()}"
                 )
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name} requires grad; detach it to write into it")
+            raise ValueError(f"{field} requires grad; detach it to write into it")
 
 
 def check_unshared(out: AttentionState, read: Mapping[str, torch.Tensor]) -> None:

@@ -49,6 +49,7 @@ def make_plan(
     fused_merge: bool = True,
     config: object | None = None,
     rows_per_seq: float | None = None,
+    leave_empty: bool = False,
     impl: str | None = None,
 ) -> Plan:
     """Divide the work of `attend(q, keys, ...)` with these options among the GPU's processors.
@@ -58,7 +59,8 @@ def make_plan(
     result has the same bits in any batch of the same query length. Without `fused_merge`, a second
     launch merges the parts, to see what that costs. `config` overrides the tiles, which are
     otherwise selected for `rows_per_seq` query rows (tokens times group) a sequence, by default
-    the average. `impl` chooses the producer, as in attend(), which then runs every call that is
+    the average. With `leave_empty`, rows that see no key may be left as they are in `out`, which
+    then holds empty states. `impl` chooses the producer, as in attend(), which then runs every call that is
     given the plan.
 
     The parts of a call wait in the plan, so calls that share it must run one after the other. On
@@ -72,7 +74,7 @@ def make_plan(
     queries = pack_queries(q, keys, cu_seqlens_q)
     check_queries(queries.packed, keys)
     call = AttendCall(queries, keys, rules, keys.view())
-    options = PlanOptions(batch_invariant, fused_merge, config, rows_per_seq)
+    options = PlanOptions(batch_invariant, fused_merge, config, rows_per_seq, leave_empty)
     name = choose_producer(call, options, impl)
     producer = load_producer(name)
     work = producer.make_plan(call, options)

@@ -18,6 +18,7 @@ PRODUCERS = {
     "gluon": "anabranch.kernels.gluon.attend",
     "triton": "anabranch.kernels.triton.attend",
 }
+RESUMING = ("triton",)  # those that are ResumingProducers
 ENVIRONMENT_VARIABLE = "ANABRANCH_ATTEND"
 
 
@@ -46,6 +47,16 @@ class Producer(Protocol):
 
     def rebuild_plan(self, tensors: list[torch.Tensor], text: str) -> Any:
         """The plan that was flattened."""
+        ...
+
+
+class ResumingProducer(Protocol):
+    """A producer that can go on from states over other keys."""
+
+    def attend(
+        self, call: AttendCall, plan: Any, out: AttentionState | None, prior: AttentionState
+    ) -> AttentionState:
+        """The state of a call merged with a stack [states, tokens, heads, dim]."""
         ...
 
 

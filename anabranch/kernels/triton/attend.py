@@ -41,8 +41,13 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
     return True
 
 
-def attend(call: AttendCall, plan: TritonPlan | None, out: AttentionState | None) -> AttentionState:
-    """The state of a call, in `out` if that is given."""
+def attend(
+    call: AttendCall,
+    plan: TritonPlan | None,
+    out: AttentionState | None,
+    prior: AttentionState | None = None,
+) -> AttentionState:
+    """The state of a call, in `out` if that is given, over the keys of `prior` states too."""
     queries, _, rules, view = call
     state = new_state(call) if out is None else out
     if not queries.packed.shape[0]:
@@ -52,7 +57,7 @@ def attend(call: AttendCall, plan: TritonPlan | None, out: AttentionState | None
     program = plan.program
     if view.lists is not None:
         view = view._replace(page_table=list_pages(view.lists))
-    launch(queries.packed, view, rules, state, plan.schedule, plan.parts, program)
+    launch(queries.packed, view, rules, state, plan.schedule, plan.parts, program, prior)
     if not program.constants.merging.fused:
         merge_parts(state, plan.schedule, plan.parts, program.constants)
     return state

@@ -12,15 +12,21 @@ import math
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.addressing import Rows, view_arguments
 from anabranch.kernels.triton.boxes import boxes_of
 from anabranch.kernels.triton.code_words import in_words
-from anabranch.kernels.triton.constants import AttendProgram, with_codes, with_page_strides
+from anabranch.kernels.triton.constants import (
+    AttendProgram,
+    with_codes,
+    with_page_strides,
+    with_priors,
+)
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
-from anabranch.kernels.triton.online_softmax import empty_state, finish_state
+from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, finish_state
 from anabranch.kernels.triton.output import write_rows
+from anabranch.kernels.triton.resume import prior_arguments, resume
 from anabranch.kernels.triton.schedule_layout import (
     is_dealt,
     pair_of,
@@ -45,6 +51,7 @@ def attend(
     schedule: torch.Tensor,
     parts: Parts,
     program: AttendProgram,
+    prior: AttentionState | None = None,  # a stack of states, merged into this one
 ) -> None:
     """Write the state of `q` over the keys, as `schedule` divides the work."""
     constants, table, tree = program.constants, view.page_table, rules.tree_mask
@@ -56,6 +63,8 @@ def attend(
         halves = q.element_size() == 2 and not view.values_in_keys
         words = (halves and in_words(x) for x in (view.k, view.v))
         constants = with_codes(constants, *strides, *words)
+    if prior is not None:
+        constants = with_priors(constants, prior.lse.shape[0])
     attend_kernel[constants.division.num_programs,](
         Rows(q, *q.stride()),
         view_arguments(view, constants.source.native_fp8),
@@ -72,6 +81,7 @@ def attend(
         Rows(state.lse, *state.lse.stride(), 0),
         schedule,
         parts,
+        None if prior is None else prior_arguments(prior),
         constants,
         **program.options,
         **({"launch_pdl": True} if constants.overlap else {}),
@@ -92,11 +102,14 @@ def attend_kernel(
     lse_rows,  # Rows [num_tokens, num_heads, 1]
     schedule_ptr,  # as schedule.py lays it out
     parts,  # Parts
+    prior,  # PriorArguments or None
     C: tl.constexpr,  # AttendConstants
 ):
     """Attend to the pairs of this program's share of the schedule."""
     if C.overlap:  # nothing is read before the kernel ahead has ended
         gdc_wait()
+        if C.leaves_empty:  # there may be nothing to do, and the next kernel can come
+            gdc_launch_dependents()
     source = (view, (k_box, k_rest_box, v_box), table_stride)
     program = tl.program_id(0)
     worker = program // C.num_kv_heads
@@ -138,7 +151,7 @@ def attend_kernel(
             num_rows = q_len * C.group
             state = attend_pair(
                 q, (first_row, q_start), (origin, q_len, seq_len, kv_head), tile, tile_stop,
-                part == 0, source, rules, tree_width, C,
+                part == 0, source, rules, tree_width, prior, C,
             )  # fmt: skip
             out, lse = finish_state(state)
             if num_parts == 1:
@@ -153,15 +166,18 @@ def attend_kernel(
                         parts, out_rows, lse_rows, C,
                     )  # fmt: skip
 
+    if C.leaves_empty:
+        num_empty = 0  # known to the compiler
     if num_empty > 0:
         write_empty(
-            program, worker, num_blocks, orphans, rules.sinks, out_rows, lse_rows, schedule_ptr, C
-        )
+            program, worker, num_blocks, orphans, rules.sinks, prior, out_rows, lse_rows,
+            schedule_ptr, C,
+        )  # fmt: skip
 
 
 @triton.jit
 def write_empty(
-    program, worker, num_blocks, orphans, sinks_ptr, out_rows, lse_rows, schedule_ptr,
+    program, worker, num_blocks, orphans, sinks_ptr, prior, out_rows, lse_rows, schedule_ptr,
     C: tl.constexpr,
 ):  # fmt: skip
     """Write the blocks that see no keys: no worker's share leads there."""
@@ -176,4 +192,9 @@ def write_empty(
                 heads = kv_head * C.group + rows % C.group
                 owned = (rows < num_rows) & (q_start < orphans)
                 lse = tl.load(sinks_ptr + heads, owned, other=float("-inf")).to(tl.float32)
+            if C.num_priors > 0:
+                state = (lse * LOG2_E, tl.where(lse == float("-inf"), 0.0, 1.0), out)
+                tokens, heads = q_start + rows // C.group, kv_head * C.group + rows % C.group
+                state = resume(state, prior, tokens, heads, rows < num_rows, C)
+                out, lse = finish_state(state)
             write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)

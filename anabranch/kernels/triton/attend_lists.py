@@ -90,7 +90,7 @@ def attend_lists_kernel(
     stop = tl.minimum(tile + C.division.part_tiles, tl.cdiv(width, C.tiles.block_n))
     state = attend_pair(
         q, (0, row), (row, 1, count, row * 0), tile, stop, False, (view, (None, None, None), width),
-        rules, 0, C,
+        rules, 0, None, C,
     )  # fmt: skip
     out, lse = finish_state(state)
     first_slot = row * num_parts

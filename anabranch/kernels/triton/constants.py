@@ -106,6 +106,8 @@ class AttendConstants:
     division: Division
     merging: Merging
     source: Source
+    leaves_empty: bool = False  # rows that see no key are not written
+    num_priors: int = 0  # states that a call goes on from
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,6 +147,7 @@ def attend_program(
     uniform: bool = False,
     fused: bool = True,
     overlap: bool = False,
+    leaves_empty: bool = False,
     limit_registers: bool = True,
 ) -> AttendProgram:
     """Join a configuration with the shapes of a call."""
@@ -157,6 +160,7 @@ def attend_program(
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
         overlap=overlap,
+        leaves_empty=leaves_empty,
         tiles=Tiles(
             block_m=config.block_m,
             block_n=config.block_n,
@@ -249,3 +253,9 @@ def with_codes(
 def with_lists(constants: AttendConstants, shape: ListShape) -> AttendConstants:
     """The constants for lists that are looked up as they are read."""
     return replace(constants, source=replace(constants.source, lists=shape))
+
+
+@cache
+def with_priors(constants: AttendConstants, num_priors: int) -> AttendConstants:
+    """The constants for a call that goes on from so many states."""
+    return replace(constants, num_priors=num_priors)

@@ -107,6 +107,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         fixed_parts=options.batch_invariant,
         fused=options.fused_merge,
         overlap=has_overlap(q.device),
+        leaves_empty=options.leave_empty,
         limit_registers=not torch.version.hip,  # AMD's compiler takes no limit
     )
 

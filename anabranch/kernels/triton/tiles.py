@@ -15,6 +15,7 @@ from anabranch.kernels.triton.code_words import load_words, permute_dims, unit_o
 from anabranch.kernels.triton.logits import capped, masked, score, weighted
 from anabranch.kernels.triton.masks import seen_by_all
 from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, sink_state, update_state
+from anabranch.kernels.triton.resume import resume
 from anabranch.kernels.triton.scales import (
     load_folded,
     scale_offsets,
@@ -240,6 +241,7 @@ def attend_pair(
     source,  # ViewArguments, Boxes or None for each, the stride of the table
     rules,  # Rules
     tree_width,
+    prior,  # PriorArguments or None
     C: tl.constexpr,
 ):
     """The state of one block of rows over the tiles [tile, stop) of one kv head."""
@@ -265,6 +267,10 @@ def attend_pair(
     if rules.sinks is not None:
         logits = tl.load(rules.sinks + heads, row_mask & is_first, other=float("-inf"))
         peak, total = sink_state(logits.to(tl.float32))
+    if C.num_priors > 0:
+        peak, total, acc = resume(
+            (peak, total, acc), prior, q_start + tokens, heads, row_mask & is_first, C
+        )
     if C.tiles.keys_first:
         first_key = tl.arange(0, C.tiles.block_n)[:, None] == 0
         total = tl.where(first_key, total[None, :], 0.0)
