@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+LIST_PROGRAMS = 3  # for tiles of lists, that a processor holds
 WIDE = 256  # columns beyond which queries alone may fill a GPU's shared memory
 
 
@@ -155,6 +156,22 @@ def select_attend(
         warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
         return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
     return _select_long(rows_per_seq, head_dim, window)
+
+
+def select_lists(
+    *, group: int, num_lists: int, width: int, head_dim: int, itemsize: int, num_sms: int
+) -> AttendConfig | None:
+    """Tiles of a program for each tile of each list, or None where there are too many of them.
+
+    One tile a program: what is read first says where all the rest lies, and that is under way at
+    once. Programs that do not all fit on the GPU would wait for that again and again.
+    """
+    block_n = 64 if itemsize == 2 and head_dim <= 128 else 32
+    programs = num_lists * -(-width // block_n)
+    if group > 16 or head_dim > WIDE or not 0 < programs <= LIST_PROGRAMS * num_sms:
+        return None
+    rows = power_of_two(min(group, 4))
+    return AttendConfig(16, block_n, 4, 2, 1, keys_first=True, merge_rows=rows, part_tiles=1)
 
 
 def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int) -> AttendConfig:

@@ -171,6 +171,29 @@ def find_keys(places, row, count, lists, table_ptr, table_stride, LISTS: tl.cons
 
 
 @triton.jit
+def bounded(keys, stop, seq_len, C: tl.constexpr):
+    """Keys to look up: none after the last, or of lists, none after the last tile to attend to.
+
+    What is listed after that may not be in the cache.
+    """
+    last = seq_len - 1
+    if C.source.lists is not None:
+        last = tl.maximum(stop * C.tiles.block_n - 1, 0)
+    return tl.minimum(keys, last)
+
+
+@triton.jit
+def pages_of(keys, origin, seq_len, view, table_stride, C: tl.constexpr):
+    """The pages of keys, or where listed ones lie."""
+    LISTS: tl.constexpr = C.source.lists
+    if LISTS is not None:
+        pages = find_keys(keys, origin, seq_len, view.lists, view.table, table_stride, LISTS)
+    else:
+        pages = load_pages(keys, origin, view.table, table_stride, C.source.page_size)
+    return pages
+
+
+@triton.jit
 def key_offsets(keys, pages, page_stride, key_stride, table_ptr, C: tl.constexpr):
     """Element offsets (int64) of keys in their pages; wide pages span 2^31 elements or more."""
     rows = keys.to(tl.int64) * key_stride

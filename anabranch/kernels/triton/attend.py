@@ -6,6 +6,7 @@ import torch
 
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels.triton.attend_kernel import attend as launch
+from anabranch.kernels.triton.attend_lists import attend_lists
 from anabranch.kernels.triton.constants import program_from
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge_parts import merge_parts
@@ -55,6 +56,9 @@ def attend(
     if plan is None:
         plan = make_plan(call, PlanOptions())
     program = plan.program
+    if program.constants.division.uniform:
+        attend_lists(queries.packed, view, rules, state, plan.parts, program, prior)
+        return state
     if view.lists is not None:
         view = view._replace(page_table=list_pages(view.lists))
     launch(queries.packed, view, rules, state, plan.schedule, plan.parts, program, prior)

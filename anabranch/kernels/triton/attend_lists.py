@@ -19,10 +19,12 @@ from anabranch.kernels.triton.constants import (
     ListShape,
     with_lists,
     with_page_strides,
+    with_priors,
 )
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
 from anabranch.kernels.triton.online_softmax import finish_state
 from anabranch.kernels.triton.output import write_rows
+from anabranch.kernels.triton.resume import prior_arguments
 from anabranch.kernels.triton.tiles import attend_pair
 from anabranch.keys import KeyView
 from anabranch.rules import Rules
@@ -36,6 +38,7 @@ def attend_lists(
     state: AttentionState,
     parts: Parts,
     program: AttendProgram,
+    prior: AttentionState | None = None,  # a stack of states, merged into this one
     *,
     trigger: bool = True,
 ) -> None:
@@ -46,6 +49,8 @@ def attend_lists(
     constants = with_page_strides(program.constants, (*view.k[1:3], *view.v[1:3]))
     shape = ListShape(lists.lists_per_token, lists.num_kv_heads, lists.page_size)
     constants = with_lists(constants, shape)
+    if prior is not None:
+        constants = with_priors(constants, prior.lse.shape[0])
     num_lists, width = indices.shape
     arguments = view_arguments(view._replace(page_table=indices), constants.source.native_fp8)
     keys = constants.tiles.block_n * constants.division.part_tiles
@@ -55,10 +60,15 @@ def attend_lists(
         arguments._replace(lists=list_arguments(lists)),
         width,
         lists.counts,
-        rules._replace(causal=None, scale=rules.scale * math.log2(math.e), sinks=None),
+        rules._replace(
+            causal=None,  # a constant
+            scale=rules.scale * math.log2(math.e),
+            sinks=None if rules.sinks is None else rules.sinks.contiguous(),
+        ),
         Rows(state.out, *state.out.stride()),
         Rows(state.lse, *state.lse.stride(), 0),
         parts,
+        None if prior is None else prior_arguments(prior),
         constants,
         trigger,
         **program.options,
@@ -76,6 +86,7 @@ def attend_lists_kernel(
     out_rows,  # Rows [num_lists, group, head_dim_v]
     lse_rows,  # Rows [num_lists, group, 1]
     parts,  # Parts
+    prior,  # PriorArguments or None
     C: tl.constexpr,  # AttendConstants
     TRIGGER: tl.constexpr,
 ):
@@ -87,10 +98,10 @@ def attend_lists_kernel(
     row, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     count = tl.minimum(tl.load(counts_ptr + row), width)
     tile = part * C.division.part_tiles
-    stop = tl.minimum(tile + C.division.part_tiles, tl.cdiv(width, C.tiles.block_n))
+    stop = tl.minimum(tile + C.division.part_tiles, tl.cdiv(count, C.tiles.block_n))
     state = attend_pair(
-        q, (0, row), (row, 1, count, row * 0), tile, stop, False, (view, (None, None, None), width),
-        rules, 0, None, C,
+        q, (0, row), (row, 1, count, row * 0), tile, stop, part == 0,
+        (view, (None, None, None), width), rules, 0, prior, C,
     )  # fmt: skip
     out, lse = finish_state(state)
     first_slot = row * num_parts

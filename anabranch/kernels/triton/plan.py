@@ -8,7 +8,12 @@ import torch
 
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_fp8, has_overlap, has_tensor_memory, num_sms, shared_memory
-from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
+from anabranch.kernels.config import (
+    AttendConfig,
+    fit_shared_memory,
+    select_attend,
+    select_lists,
+)
 from anabranch.kernels.triton.code_words import in_words
 from anabranch.kernels.triton.constants import AttendConstants, AttendProgram, attend_program
 from anabranch.kernels.triton.merge_tree import Parts
@@ -32,19 +37,16 @@ def make_plan(call: AttendCall, options: PlanOptions) -> TritonPlan:
     """Select tiles, allocate, and divide the work on the device."""
     queries, keys, rules, _ = call
     q, num_seqs = queries.packed, keys.num_seqs
+    config = select_short_lists(call, options)
+    if config is not None:
+        return _plan_lists(call, config)
     program = _select_program(call, options)
     constants = program.constants
     blocks = num_blocks_bound(num_seqs, q.shape[0], constants)
-    slots = num_slots(keys, blocks, constants)
-    shape = (slots, constants.tiles.block_m)
     size = schedule_size(num_seqs, q.shape[0], constants)
     plan = TritonPlan(
         torch.empty(size, dtype=torch.int32, device=q.device),
-        Parts(
-            torch.empty((*shape, constants.tiles.block_dv), dtype=torch.float32, device=q.device),
-            torch.empty(shape, dtype=torch.float32, device=q.device),
-            torch.zeros(slots, dtype=torch.int32, device=q.device),
-        ),
+        _new_parts(num_slots(keys, blocks, constants), constants, q.device),
         program,
     )
     schedule(
@@ -57,6 +59,56 @@ def make_plan(call: AttendCall, options: PlanOptions) -> TritonPlan:
         constants,
     )
     return plan
+
+
+def _new_parts(slots: int, constants: AttendConstants, device: torch.device) -> Parts:
+    shape = (slots, constants.tiles.block_m)
+    return Parts(
+        torch.empty((*shape, constants.tiles.block_dv), dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.zeros(slots, dtype=torch.int32, device=device),
+    )
+
+
+def select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig | None:
+    """Tiles for lists that are attended to without a schedule; None for all other calls."""
+    queries, keys, _, view = call
+    is_plain = view.k.scales is None and view.v.scales is None and not view.values_in_keys
+    if view.lists is None or not is_plain or keys.num_kv_heads != 1:
+        return None
+    if options != PlanOptions(rows_per_seq=options.rows_per_seq):
+        return None
+    q = queries.packed
+    return select_lists(
+        group=q.shape[1],
+        num_lists=keys.num_seqs,
+        width=keys.capacity,
+        head_dim=max(keys.head_dim_k, keys.head_dim_v),
+        itemsize=q.element_size(),
+        num_sms=num_sms(q.device),
+    )
+
+
+def _plan_lists(call: AttendCall, config: AttendConfig) -> TritonPlan:
+    queries, keys, rules, view = call
+    q = queries.packed
+    program = attend_program(
+        config,
+        causal=rules.in_order,
+        group=q.shape[1],
+        num_kv_heads=1,
+        head_dim_k=keys.head_dim_k,
+        head_dim_v=keys.head_dim_v,
+        num_programs=1,  # unused: there is one for each part
+        page_size=keys.page_size,
+        k_format=view.k.format,
+        v_format=view.v.format,
+        uniform=True,
+        overlap=has_overlap(q.device),
+    )
+    slots = keys.num_seqs * -(-keys.capacity // (config.block_n * config.part_tiles))
+    schedule_room = torch.empty(0, dtype=torch.int32, device=q.device)
+    return TritonPlan(schedule_room, _new_parts(slots, program.constants, q.device), program)
 
 
 def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:

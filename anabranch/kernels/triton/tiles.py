@@ -4,12 +4,12 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.triton.addressing import (
+    bounded,
     dim_ptrs,
-    find_keys,
     key_offsets,
-    load_pages,
     load_rows,
     load_tile,
+    pages_of,
 )
 from anabranch.kernels.triton.code_words import load_words, permute_dims, unit_of
 from anabranch.kernels.triton.logits import capped, masked, score, weighted
@@ -22,30 +22,6 @@ from anabranch.kernels.triton.scales import (
     scaled_as_tile,
     scaled_by_key,
 )
-
-
-@triton.jit
-def bounded(keys, stop, seq_len, C: tl.constexpr):
-    """Keys to look up: none after the last, or where lists are looked up, of the last tile.
-
-    Those know their length when the first keys are under way, and read what is in the cache.
-    """
-    if C.source.lists is not None:
-        last = stop * C.tiles.block_n - 1
-    else:
-        last = seq_len - 1
-    return tl.minimum(keys, last)
-
-
-@triton.jit
-def pages_of(keys, origin, seq_len, view, table_stride, C: tl.constexpr):
-    """The pages of keys, or where listed ones lie."""
-    LISTS: tl.constexpr = C.source.lists
-    if LISTS is not None:
-        pages = find_keys(keys, origin, seq_len, view.lists, view.table, table_stride, LISTS)
-    else:
-        pages = load_pages(keys, origin, view.table, table_stride, C.source.page_size)
-    return pages
 
 
 @triton.jit
@@ -115,7 +91,8 @@ def attend_tiles(
     else:
         keys = tile * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
         first_keys = keys
-    first_keys = bounded(first_keys, stop, seq_len, C)
+    if C.source.lists is None:  # a list is read before its length is known
+        first_keys = tl.minimum(first_keys, seq_len - 1)
     pages = pages_of(first_keys, origin, seq_len, view, table_stride, C)
     for index in tl.range(tile, stop):
         keys = index * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
