@@ -11,6 +11,7 @@ from anabranch.destination import check_destination, check_unshared
 from anabranch.keys import KeySource, flatten_source, rebuild_source
 from anabranch.merge import merge
 from anabranch.plan import Plan
+from anabranch.prior import merge_prior, pack_prior
 from anabranch.producers import RESUMING, ResumingProducer, choose_producer, load_producer
 from anabranch.queries import Queries, check_queries, pack_queries
 from anabranch.rules import Rules, check_list_rules, check_rules, make_rules
@@ -50,8 +51,9 @@ def attend(
     tree_mask     bool [num_tokens, width]: which of its sequence's new tokens a token sees, in the
                   place of the causal rule among them
     plan          from make_plan() with the same options, to be shared by the layers of a step
-    prior         a state over other keys, or a stack of them in dimension 0: the result is merged
-                  with it, without a launch of merge() where the producer can
+    prior         a state in the shape of the result over other keys, or a stack of such states in
+                  dimension 0, which the result includes as if merge() had been called; Triton's
+                  kernels go on from them, without another launch
     out           the state to write into, whose `out` is contiguous in its last dimension
     check         also validate lengths and page indices, which waits for the device
     impl          "torch", "triton" or "gluon"; by default ANABRANCH_ATTEND, then the first that can
@@ -80,7 +82,7 @@ def attend(
         queries.check_content()
         keys.check_content()
     if prior is not None:
-        prior = _pack_prior(q, call, prior)
+        prior = pack_prior(prior, q, keys.head_dim_v, queries.packed.shape[:2])
     if out is not None:
         state = _attend_into(q, call, plan, prior, out, impl)
     else:
@@ -116,16 +118,6 @@ def _check(call: AttendCall, plan: Plan | None, impl: str | None) -> None:
             raise ValueError(f"the plan was made by {plan.impl!r}, got impl={impl!r}")
 
 
-def _pack_prior(q: torch.Tensor, call: AttendCall, prior: AttentionState) -> AttentionState:
-    """A stack [states, tokens, heads, dim] of states of the shape of `q`."""
-    shape = (*q.shape[:-1], call.keys.head_dim_v)
-    if prior.out.dim() == q.dim():
-        prior = AttentionState(*(x[None] for x in prior))
-    check_destination(prior, (len(prior.lse), *shape), (q.dtype,), q.device, name="prior")
-    rows = call.queries.packed.shape[:2]
-    return AttentionState(*(x.reshape(-1, *rows, *x.shape[q.dim() :]) for x in prior))
-
-
 def _attend(
     call: AttendCall,
     plan: Plan | None,
@@ -138,15 +130,7 @@ def _attend(
     producer, work = load_producer(name), None if plan is None else plan.work
     if prior is not None and name in RESUMING:
         return cast("ResumingProducer", producer).attend(call, work, out, prior)
-    return _merge_prior(producer.attend(call, work, out), prior)
-
-
-def _merge_prior(state: AttentionState, prior: AttentionState | None) -> AttentionState:
-    """What producers do that can go on from states, as a launch of its own."""
-    if prior is None:
-        return state
-    states = (AttentionState(*pair) for pair in zip(*prior, strict=True))
-    return merge(state, *states, out=state)
+    return merge_prior(producer.attend(call, work, out), prior)
 
 
 def _attend_into(
@@ -201,9 +185,9 @@ def _attend_traced(
         None if plan is None else plan.text,
     )
     if out is None:
-        return _merge_prior(AttentionState(*torch.ops.anabranch.attend(*arguments)), prior)
+        return merge_prior(AttentionState(*torch.ops.anabranch.attend(*arguments)), prior)
     torch.ops.anabranch.attend_into(*out, *arguments)
-    return _merge_prior(out, prior)
+    return merge_prior(out, prior)
 
 
 @torch.library.custom_op("anabranch::attend", mutates_args=())

@@ -1,4 +1,4 @@
-"""States that a caller gives to be written into."""
+"""Checks of states that a caller gives, to be read or to be written into."""
 
 from __future__ import annotations
 
@@ -10,33 +10,44 @@ from anabranch.shapes import check_device, check_dtype
 from anabranch.state import AttentionState
 
 
+def check_state(
+    name: str,
+    state: AttentionState,
+    shape: Sequence[int],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+) -> None:
+    """Refuse a state whose output has another shape, dtype or device."""
+    shape = tuple(shape)
+    if tuple(state.out.shape) != shape or tuple(state.lse.shape) != shape[:-1]:
+        raise ValueError(
+            f"{name} has shapes {tuple(state.out.shape)} and {tuple(state.lse.shape)}, "
+            f"expected {shape} and {shape[:-1]}"
+        )
+    check_dtype(f"{name}.out", state.out, dtypes)
+    check_dtype(f"{name}.lse", state.lse, (torch.float32,))
+    check_device(f"{name}.out", state.out, device)
+    check_device(f"{name}.lse", state.lse, device)
+
+
 def check_destination(
     out: AttentionState,
     shape: Sequence[int],
     dtypes: Sequence[torch.dtype],
     device: torch.device,
-    *,
-    name: str = "out",
 ) -> None:
     """Refuse a state that cannot hold an output of this shape."""
     shape = tuple(shape)
-    if tuple(out.out.shape) != shape or tuple(out.lse.shape) != shape[:-1]:
-        raise ValueError(
-            f"{name} has shapes {tuple(out.out.shape)} and {tuple(out.lse.shape)}, "
-            f"expected {shape} and {shape[:-1]}"
-        )
-    check_dtype(f"{name}.out", out.out, dtypes)
-    check_dtype(f"{name}.lse", out.lse, (torch.float32,))
-    for field, tensor in ((f"{name}.out", out.out), (f"{name}.lse", out.lse)):
-        check_device(field, tensor, device)
+    check_state("out", out, shape, dtypes, device)
+    for name, tensor in (("out.out", out.out), ("out.lse", out.lse)):
         for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
             if stride == 0 and size > 1:
                 raise ValueError(
-                    f"{field} overlaps itself: shape {shape[: tensor.dim()]}, "
+                    f"{name} overlaps itself: shape {shape[: tensor.dim()]}, "
                     f"strides {tensor.stride()}"
                 )
         if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{field} requires grad; detach it to write into it")
+            raise ValueError(f"{name} requires grad; detach it to write into it")
 
 
 def check_unshared(out: AttentionState, read: Mapping[str, torch.Tensor]) -> None:

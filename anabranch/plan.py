@@ -59,9 +59,9 @@ def make_plan(
     result has the same bits in any batch of the same query length. Without `fused_merge`, a second
     launch merges the parts, to see what that costs. `config` overrides the tiles, which are
     otherwise selected for `rows_per_seq` query rows (tokens times group) a sequence, by default
-    the average. With `leave_empty`, rows that see no key may be left as they are in `out`, which
-    then holds empty states. `impl` chooses the producer, as in attend(), which then runs every call that is
-    given the plan.
+    the average. With `leave_empty`, rows that see no key may be left as they are in the `out` of
+    attend(), where the caller has put empty states: then they cost nothing. `impl`
+    chooses the producer, as in attend(), which then runs every call that is given the plan.
 
     The parts of a call wait in the plan, so calls that share it must run one after the other. On
     one stream they do; for calls on several streams, make a plan for each.

@@ -20,7 +20,7 @@ LAYERS = [
     {"keys", "device", "destination"},
     {"rules", "queries", "call"},
     {"kernels"},
-    {"merge", "producers", "plan", "attend", "append"},
+    {"merge", "producers", "plan", "prior", "attend", "append"},
     {
         "tree",
         "selectors",

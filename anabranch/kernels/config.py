@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-LIST_PROGRAMS = 3  # for tiles of lists, that a processor holds
+LIST_PROGRAMS = 3  # for parts of lists, that a processor is given at most
 WIDE = 256  # columns beyond which queries alone may fill a GPU's shared memory
 
 
@@ -159,19 +159,44 @@ def select_attend(
 
 
 def select_lists(
-    *, group: int, num_lists: int, width: int, head_dim: int, itemsize: int, num_sms: int
+    *,
+    group: int,
+    num_lists: int,
+    width: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    itemsize: int,
+    num_sms: int,
+    per_program: int,
+    per_sm: int,
 ) -> AttendConfig | None:
-    """Tiles of a program for each tile of each list, or None where there are too many of them.
+    """Tiles of lists that are cut into parts of a program each; None if these do not all fit.
 
-    One tile a program: what is read first says where all the rest lies, and that is under way at
-    once. Programs that do not all fit on the GPU would wait for that again and again.
+    A program waits for its places in a list, then for all that lies there at once; one that has to
+    wait for another to end would do that again. A trial run on an H200, graph replays, 1 x 640 of
+    32000 keys: lists of query heads 8.41 (in the general kernel 13.33, in tiles of 32 keys 10.12,
+    of 64 keys with a tile a part 8.87), lists of kv heads 5.36 (8.44, 7.38 and 5.87).
     """
-    block_n = 64 if itemsize == 2 and head_dim <= 128 else 32
-    programs = num_lists * -(-width // block_n)
-    if group > 16 or head_dim > WIDE or not 0 < programs <= LIST_PROGRAMS * num_sms:
+    head_dim = max(head_dim_k, head_dim_v)
+    if group > 16 or head_dim > WIDE or not num_lists * width:
         return None
-    rows = power_of_two(min(group, 4))
-    return AttendConfig(16, block_n, 4, 2, 1, keys_first=True, merge_rows=rows, part_tiles=1)
+    config = partial(AttendConfig, 16, keys_first=True, merge_rows=power_of_two(min(group, 4)))
+    wide = head_dim > 128  # tiles of as many bytes; not measured
+    if itemsize == 4:
+        tried = (config(32, 4, 2, LIST_PROGRAMS, part_tiles=1),)
+    elif group == 1:
+        tried = (config(32 if wide else 64, 4, 3, LIST_PROGRAMS, part_tiles=2),)
+    else:
+        sizes = (64, 32) if wide else (128, 64)  # smaller ones leave room for more programs
+        tried = (config(size, 4, 2, LIST_PROGRAMS, part_tiles=1) for size in sizes)
+    for each in tried:
+        fitted = fit_shared_memory(
+            each, head_dim_k, head_dim_v, itemsize, per_program=per_program, per_sm=per_sm
+        )
+        programs = num_lists * -(-width // (fitted.block_n * fitted.part_tiles))
+        if programs <= fitted.workers_per_sm * num_sms:
+            return fitted
+    return None
 
 
 def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int) -> AttendConfig:

@@ -6,7 +6,7 @@ import torch
 
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels.triton.attend_kernel import attend as launch
-from anabranch.kernels.triton.attend_lists import attend_lists
+from anabranch.kernels.triton.attend_lists import attend_lists, parts_of_list
 from anabranch.kernels.triton.constants import program_from
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge_parts import merge_parts
@@ -56,7 +56,11 @@ def attend(
     if plan is None:
         plan = make_plan(call, PlanOptions())
     program = plan.program
+    if program.constants.leaves_empty and out is None:
+        state.out.zero_()
+        state.lse.fill_(float("-inf"))
     if program.constants.division.uniform:
+        _check_width(call, plan)
         attend_lists(queries.packed, view, rules, state, plan.parts, program, prior)
         return state
     if view.lists is not None:
@@ -65,6 +69,18 @@ def attend(
     if not program.constants.merging.fused:
         merge_parts(state, plan.schedule, plan.parts, program.constants)
     return state
+
+
+def _check_width(call: AttendCall, plan: TritonPlan) -> None:
+    """Refuse lists whose parts do not fit into the plan's room."""
+    num_lists, width = call.keys.num_seqs, call.keys.capacity
+    room = len(plan.parts.counters) // num_lists
+    needed = parts_of_list(width, plan.program.constants)
+    if needed > room:
+        raise ValueError(
+            f"the plan was made for lists of {room} parts at most, "
+            f"lists of width {width} have {needed}"
+        )
 
 
 def flatten_plan(plan: TritonPlan) -> tuple[list[torch.Tensor], str]:

@@ -1,4 +1,4 @@
-"""One token over short lists of keys: a program for each few tiles of each list.
+"""One token over short lists of keys: a program for each part of each list.
 
 Where lists are few and short, a step waits for memory a few times in a row and does little else.
 So there is no schedule to read, and lists are looked up where they lie.
@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.triton.addressing import Rows, list_arguments, view_arguments
 from anabranch.kernels.triton.constants import (
+    AttendConstants,
     AttendProgram,
     ListShape,
     with_lists,
@@ -31,6 +32,11 @@ from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
 
+def parts_of_list(width: int, constants: AttendConstants) -> int:
+    """How many programs attend to one list, each to a part."""
+    return triton.cdiv(width, constants.tiles.block_n * constants.division.part_tiles)
+
+
 def attend_lists(
     q: torch.Tensor,  # [num_lists, group, head_dim_k]
     view: KeyView,
@@ -39,8 +45,6 @@ def attend_lists(
     parts: Parts,
     program: AttendProgram,
     prior: AttentionState | None = None,  # a stack of states, merged into this one
-    *,
-    trigger: bool = True,
 ) -> None:
     """Write the state of each token of `q` over its list."""
     lists = view.lists
@@ -53,9 +57,7 @@ def attend_lists(
         constants = with_priors(constants, prior.lse.shape[0])
     num_lists, width = indices.shape
     arguments = view_arguments(view._replace(page_table=indices), constants.source.native_fp8)
-    keys = constants.tiles.block_n * constants.division.part_tiles
-    num_parts = triton.cdiv(width, keys)
-    attend_lists_kernel[num_lists, num_parts](
+    attend_lists_kernel[num_lists, parts_of_list(width, constants)](
         Rows(q, *q.stride()),
         arguments._replace(lists=list_arguments(lists)),
         width,
@@ -70,7 +72,6 @@ def attend_lists(
         parts,
         None if prior is None else prior_arguments(prior),
         constants,
-        trigger,
         **program.options,
         **({"launch_pdl": True} if constants.overlap else {}),
     )
@@ -88,13 +89,11 @@ def attend_lists_kernel(
     parts,  # Parts
     prior,  # PriorArguments or None
     C: tl.constexpr,  # AttendConstants
-    TRIGGER: tl.constexpr,
 ):
     """Attend to a part of one list, and merge its parts if this program is the last of them."""
     if C.overlap:  # nothing is read before the kernel ahead has ended
         gdc_wait()
-        if TRIGGER:
-            gdc_launch_dependents()
+        gdc_launch_dependents()  # at once: 8.87 us, without it 9.24
     row, part, num_parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     count = tl.minimum(tl.load(counts_ptr + row), width)
     tile = part * C.division.part_tiles

@@ -257,5 +257,5 @@ def with_lists(constants: AttendConstants, shape: ListShape) -> AttendConstants:
 
 @cache
 def with_priors(constants: AttendConstants, num_priors: int) -> AttendConstants:
-    """The constants for a call that goes on from so many states."""
-    return replace(constants, num_priors=num_priors)
+    """The constants for a call that goes on from so many states, which every row then has."""
+    return replace(constants, num_priors=num_priors, leaves_empty=False)

@@ -14,6 +14,7 @@ from anabranch.kernels.config import (
     select_attend,
     select_lists,
 )
+from anabranch.kernels.triton.attend_lists import parts_of_list
 from anabranch.kernels.triton.code_words import in_words
 from anabranch.kernels.triton.constants import AttendConstants, AttendProgram, attend_program
 from anabranch.kernels.triton.merge_tree import Parts
@@ -37,7 +38,7 @@ def make_plan(call: AttendCall, options: PlanOptions) -> TritonPlan:
     """Select tiles, allocate, and divide the work on the device."""
     queries, keys, rules, _ = call
     q, num_seqs = queries.packed, keys.num_seqs
-    config = select_short_lists(call, options)
+    config = _select_short_lists(call, options)
     if config is not None:
         return _plan_lists(call, config)
     program = _select_program(call, options)
@@ -70,8 +71,8 @@ def _new_parts(slots: int, constants: AttendConstants, device: torch.device) -> 
     )
 
 
-def select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig | None:
-    """Tiles for lists that are attended to without a schedule; None for all other calls."""
+def _select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig | None:
+    """Tiles of lists that are attended to without a schedule; None for all other calls."""
     queries, keys, _, view = call
     is_plain = view.k.scales is None and view.v.scales is None and not view.values_in_keys
     if view.lists is None or not is_plain or keys.num_kv_heads != 1:
@@ -79,13 +80,17 @@ def select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig |
     if options != PlanOptions(rows_per_seq=options.rows_per_seq):
         return None
     q = queries.packed
+    per_program, per_sm = shared_memory(q.device)
     return select_lists(
         group=q.shape[1],
         num_lists=keys.num_seqs,
         width=keys.capacity,
-        head_dim=max(keys.head_dim_k, keys.head_dim_v),
+        head_dim_k=keys.head_dim_k,
+        head_dim_v=keys.head_dim_v,
         itemsize=q.element_size(),
         num_sms=num_sms(q.device),
+        per_program=per_program,
+        per_sm=per_sm,
     )
 
 
@@ -106,7 +111,7 @@ def _plan_lists(call: AttendCall, config: AttendConfig) -> TritonPlan:
         uniform=True,
         overlap=has_overlap(q.device),
     )
-    slots = keys.num_seqs * -(-keys.capacity // (config.block_n * config.part_tiles))
+    slots = keys.num_seqs * parts_of_list(keys.capacity, program.constants)
     schedule_room = torch.empty(0, dtype=torch.int32, device=q.device)
     return TritonPlan(schedule_room, _new_parts(slots, program.constants, q.device), program)
 
