@@ -18,6 +18,7 @@ import torch
 from anabranch.attend import attend
 from anabranch.destination import check_destination
 from anabranch.keys import PagedKV
+from anabranch.keys.formats import bytes_per_head
 from anabranch.plan import Plan, make_plan
 from anabranch.prefix_order import prefix_order
 from anabranch.queries import check_queries, pack_queries
@@ -27,6 +28,10 @@ MAX_LEVELS = 7  # with the rest, as many states as one merge takes
 # A group must save the reading of so many keys to be attended to together. An estimate: beginning
 # and merging one more block of 64 rows takes about as long as reading 512 keys.
 MIN_SAVED_KEYS = 512
+# A batch must save the reading of so many bytes to share anything: spans are a launch of their own.
+# A trial run on an H200, graph replays, flat decode against one level: 126 MB saved 30.9 and 37.0
+# us, 130 MB 30.6 and 37.9, 132 MB 39.6 and 40.9, 235 MB 50.3 and 45.6, 264 MB 58.3 and 44.2.
+MIN_SAVED_BYTES = 192 << 20
 SHARERS = {
     "torch": "anabranch.kernels.cpu.share_pages",
     "triton": "anabranch.kernels.triton.share_pages",
@@ -69,6 +74,7 @@ def make_cascade(
     tree_mask: torch.Tensor | None = None,
     levels: int = 2,
     min_saved_keys: int = MIN_SAVED_KEYS,
+    min_saved_bytes: int = MIN_SAVED_BYTES,
     reorder: bool = False,
     impl: str | None = None,
 ) -> Cascade:
@@ -79,7 +85,9 @@ def make_cascade(
                      Sequences that share must stand side by side in the batch, or be put there
     levels           how often a prefix may branch: with 2, a prompt of all sequences and below it
                      documents of some of them. What is shared beyond that is read by each
-    min_saved_keys   a span is shared if that spares so many reads of a key
+    min_saved_keys   a span is shared if that spares so many reads of a key,
+    min_saved_bytes  and any span only if sharing all that the batch has in common would spare so
+                     many bytes a layer
     reorder          bring sequences that share side by side, for one token a sequence; copies the
                      queries and the result of every layer
 
@@ -90,6 +98,8 @@ def make_cascade(
         raise ValueError(f"levels must be 1 to {MAX_LEVELS}, got {levels}")
     if min_saved_keys < 1:
         raise ValueError(f"min_saved_keys must be at least 1, got {min_saved_keys}")
+    if min_saved_bytes < 0:
+        raise ValueError(f"min_saved_bytes must be 0 or more, got {min_saved_bytes}")
     if q.dim() != 3:
         raise ValueError(f"q must be packed [num_tokens, num_heads, dim], got {tuple(q.shape)}")
     queries = pack_queries(q, keys, cu_seqlens_q)
@@ -110,6 +120,7 @@ def make_cascade(
             page_size=keys.page_size,
             levels=levels,
             min_saved_keys=min_saved_keys,
+            min_total_keys=-(-min_saved_bytes // _token_bytes(keys)),
         )
     )
     shared, rest = _sources(keys, pages)
@@ -205,11 +216,18 @@ def _sources(keys: PagedKV, pages: SharedPages) -> tuple[PagedKV, PagedKV]:
     )
 
 
+def _token_bytes(keys: PagedKV) -> int:
+    """That are read of one token, with its scales."""
+    heads = (bytes_per_head(x.format.name, x.ptr.shape[-1], keys.dtype) for x in keys.stores())
+    return max(keys.num_kv_heads * sum(heads), 1)
+
+
 def _span_producer(keys: PagedKV) -> str | None:
     """Spans without keys are common, and cost Triton's kernel less than Hopper's.
 
-    64 sequences on an H200: 6 us against 29 us where nothing is shared, 75 us against 71 us where
-    8192 keys are (benchmarks/results/compositions/h200.json). Latent rows are left to the default.
+    A trial run on an H200, graph replays, all of a cascade of 64 sequences: 131 us against 154 us
+    where nothing is shared, 71 us against 66 us where 8192 keys are. The host does not know which
+    it will be. Latent rows are left to the default.
     """
     return "triton" if keys.device.type == "cuda" and not keys.view().values_in_keys else None
 

@@ -353,7 +353,7 @@ def read_cases(_: int) -> Iterator[Case]:
 
 def share_pages_cases(_: int) -> Iterator[Case]:
     """One level and several."""
-    given = {"num_tokens": 8, "page_size": 16, "min_saved_keys": 512}
+    given = {"num_tokens": 8, "page_size": 16, "min_saved_keys": 512, "min_total_keys": 1 << 16}
     for levels in (1, 3):
         table = ints(8, 64), ints(8), ints(9)
         yield f"{levels} levels", partial(share_pages, *table, levels=levels, **given)

@@ -73,6 +73,7 @@ def run(
     q: torch.Tensor, keys: PagedKV, options: dict[str, Any], impl: str | None, **given: Any
 ) -> AttentionState:
     tree = options["tree_mask"]
+    given = {"min_saved_bytes": 0, **given}
     cascade = make_cascade(
         q, keys, cu_seqlens_q=options["cu_seqlens_q"], tree_mask=tree, impl=impl, **given
     )
@@ -82,7 +83,7 @@ def run(
 
 def spans_of(q: torch.Tensor, keys: PagedKV, impl: str, **given: Any) -> list[list[Any]]:
     """For each level, (first sequence, tokens, pages) of the spans that are shared."""
-    pages = make_cascade(q, keys, impl=impl, **given).pages
+    pages = make_cascade(q, keys, impl=impl, **{"min_saved_bytes": 0, **given}).pages
     found, num_seqs = [], keys.num_seqs
     bounds = pages.cu_seqlens.tolist()
     for level in range(given["levels"]):
@@ -126,6 +127,32 @@ def test_levels_are_found(impl: str, device: str) -> None:
 
 
 @every_producer
+def test_little_is_not_shared(impl: str, device: str) -> None:
+    """The rows have 20 pages of 4 keys in common, and a key has 2 heads of 2 * 16 columns."""
+    case, saved = replace(BASE, device=device), 20 * 4 * 2 * 2 * 16 * 4
+    keys = make_keys(case, ROWS, LENS)
+    q, options = make_queries(case, [1] * len(ROWS))
+    given = {"levels": 1, "min_saved_keys": 1}
+    enough = spans_of(q, keys, impl, **given, min_saved_bytes=saved)
+    assert enough == [[(0, 6, [0, 1]), (8, 2, [20, 21, 22])]]
+    assert spans_of(q, keys, impl, **given, min_saved_bytes=saved + 1) == [[]]
+    assert_right(run(q, keys, options, impl, min_saved_bytes=saved + 1), q, keys, options)
+
+
+def test_bytes_count_scales() -> None:
+    """Codes of 8 bits, with a scale of 32 bits for each head of a key."""
+    codes, scales = torch.zeros(2, 4, 2, 16, dtype=torch.int8), torch.ones(2, 4, 2)
+    case = replace(BASE, dims=(16, 16))
+    table, lens = integers(case, [[0, 1], [0, 1]]), integers(case, [5, 6])
+    keys = PagedKV(codes, codes, table, lens, scales, scales, torch.float32)
+    q, _ = make_queries(case, [1, 1])
+    saved = 4 * 2 * 2 * (16 + 4)
+    for limit, length in ((saved, 4), (saved + 1, 0)):
+        cascade = make_cascade(q, keys, levels=1, min_saved_keys=1, min_saved_bytes=limit)
+        assert cascade.pages.seq_lens.tolist() == [length, 0, 0]
+
+
+@every_producer
 @pytest.mark.parametrize(("q_len", "levels"), [(1, 1), (1, 2), (3, 3)])
 def test_merged(q_len: int, levels: int, impl: str, device: str) -> None:
     case = replace(BASE, device=device, padding=2)
@@ -164,7 +191,8 @@ def test_sequences_apart_in_the_batch(impl: str, device: str) -> None:
     shuffled = [3, 8, 0, 6, 5, 9, 2, 7, 4, 1]
     keys = make_keys(case, [ROWS[seq] for seq in shuffled], [LENS[seq] for seq in shuffled])
     q, options = make_queries(case, [1] * len(ROWS))
-    cascade = make_cascade(q, keys, levels=3, min_saved_keys=1, reorder=True, impl=impl)
+    least = {"min_saved_keys": 1, "min_saved_bytes": 0}
+    cascade = make_cascade(q, keys, levels=3, **least, reorder=True, impl=impl)
     assert [shuffled[seq] for seq in cascade.order.tolist()] == [3, 4, 0, 1, 2, 5, 8, 9, 6, 7]
     lengths = cascade.pages.seq_lens.view(3, -1).sum(1).tolist()
     assert lengths == [8 + 12, 8 + 8, 4]  # as in test_levels_are_found
@@ -191,7 +219,7 @@ def test_into_given_buffers_without_starts(impl: str, device: str) -> None:
     keys = make_keys(case, ROWS, LENS)
     q, options = make_queries(case, [1] * len(ROWS))
     out = AttentionState.empty(tuple(q.shape), device=device)
-    cascade = make_cascade(q, keys, min_saved_keys=1, impl=impl)
+    cascade = make_cascade(q, keys, min_saved_keys=1, min_saved_bytes=0, impl=impl)
     state = attend_cascade(q, keys, cascade, scale=options["scale"], out=out)
     assert state is out
     assert_right(state, q, keys, options)
@@ -241,6 +269,7 @@ def test_refusals() -> None:
         ("levels must be 1 to 7, got 0", {"levels": 0}),
         ("levels must be 1 to 7, got 8", {"levels": 8}),
         ("min_saved_keys must be at least 1, got 0", {"min_saved_keys": 0}),
+        ("min_saved_bytes must be 0 or more, got -1", {"min_saved_bytes": -1}),
         ("impl must be one of torch, triton, got 'cuda'", {"impl": "cuda"}),
     ):
         with pytest.raises(ValueError, match=message):
@@ -294,7 +323,7 @@ def test_many_sequences() -> None:
     own = shared + torch.arange(num_seqs, device="cuda")[:, None]
     lens = integers(case, [(shared + 1) * size - 3] * num_seqs)
     keys = PagedKV(k, v, torch.cat([table, own], 1).int(), lens)
-    cascade = make_cascade(q, keys, levels=2)
+    cascade = make_cascade(q, keys, levels=2, min_saved_bytes=0)
     lengths = cascade.pages.seq_lens.view(2, num_seqs + 1)
     assert lengths[0].nonzero().flatten().tolist() == [0]
     assert lengths[0, 0] == 400

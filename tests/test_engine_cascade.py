@@ -179,8 +179,8 @@ def test_sharers_are_neighbours_and_prompts_stay_last() -> None:
 
 
 def test_levels_are_chosen_by_what_they_save() -> None:
-    """5 KiB a token: 160 MiB are 8192 pages of four tokens."""
-    prefixes = SharedPrefixes(page_size=PAGE, token_bytes=5 << 10)
+    """6 KiB a token: 192 MiB are 8192 pages of four tokens."""
+    prefixes = SharedPrefixes(page_size=PAGE, token_bytes=6 << 10)
     common, branches = list(range(5000)), [list(range(n, n + 9000)) for n in (10_000, 20_000)]
     pair = runs([*common, -1], [*common, -2])
     assert prefixes.levels(pair) == 0  # saves 5000

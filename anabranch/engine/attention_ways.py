@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from anabranch.cascade import MIN_SAVED_BYTES
 from anabranch.engine.config import EngineConfig
 from anabranch.engine.limits import Limits
 from anabranch.runner.graphs import GraphKey, graph_batches
 from anabranch.runner.model_attention import Layers
-from anabranch.runner.shared_prefixes import MIN_SAVED_BYTES, SharedPrefixes
+from anabranch.runner.shared_prefixes import SharedPrefixes
 from anabranch.runner.step_choice import StepChoice
 
 

@@ -11,15 +11,11 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import pairwise
 
-from anabranch.cascade import MIN_SAVED_KEYS
+from anabranch.cascade import MIN_SAVED_BYTES, MIN_SAVED_KEYS
 from anabranch.runner.step_layout import SHORT
 from anabranch.sequences.scheduled import Scheduled
 
 LEVELS = (1, 3)  # that have graphs: one prompt of many samples; prompt, document, conversation
-# A cascade adds a launch of attention and a merge to every layer. On an H200 that is about 18 us of
-# 8 sequences (1024 keys shared, 256 own), and flat decode reads what is shared at 8.2 TB/s, much of
-# it from the L2 cache (64 sequences, 8192 keys): benchmarks/results/compositions/h200.json.
-MIN_SAVED_BYTES = 160 << 20
 
 
 class SharedPrefixes:
@@ -33,6 +29,7 @@ class SharedPrefixes:
     def __init__(self, *, page_size: int, token_bytes: int, always: bool = False) -> None:
         self.enabled = True  # off: every sequence is attended to apart
         self.min_saved_keys = 1 if always else MIN_SAVED_KEYS
+        self.min_saved_bytes = 0 if always else MIN_SAVED_BYTES
         self._min_saved_pages = 1 if always else MIN_SAVED_BYTES / (token_bytes * page_size)
         self._members: list[tuple[int, int]] = []
         self._seqs: list[object] = []  # kept, so that no other sequence gets the id of one

@@ -10,7 +10,13 @@ import torch
 
 from anabranch.append import append_kv
 from anabranch.attend import attend
-from anabranch.cascade import MIN_SAVED_KEYS, Cascade, attend_cascade, make_cascade
+from anabranch.cascade import (
+    MIN_SAVED_BYTES,
+    MIN_SAVED_KEYS,
+    Cascade,
+    attend_cascade,
+    make_cascade,
+)
 from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
 from anabranch.keys import KeySource, PagedKV
 from anabranch.merge import merge
@@ -46,6 +52,7 @@ class Step:
     slot_mapping: torch.Tensor  # int64 [num_tokens], negative for tokens that are not kept
     fused_merge: bool = True
     min_saved_keys: int = MIN_SAVED_KEYS  # for which a prefix is attended to once for its group
+    min_saved_bytes: int = MIN_SAVED_BYTES  # by all groups, for which any prefix is
     sparse: SparseDecode | None = None  # what chooses pages for entries that select
     _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict[tuple[object, ...], Plan])
     _cascades: dict[tuple[object, ...], Cascade] = field(
@@ -196,6 +203,7 @@ class Step:
                 tree_mask=entry.tree_mask,
                 levels=entry.way.levels,
                 min_saved_keys=self.min_saved_keys,
+                min_saved_bytes=self.min_saved_bytes,
             )
         return attend_cascade(
             q,

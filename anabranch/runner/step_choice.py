@@ -45,6 +45,7 @@ class StepChoice:
         step.sparse = self.sparse
         if self.prefixes is not None:
             step.min_saved_keys = self.prefixes.min_saved_keys
+            step.min_saved_bytes = self.prefixes.min_saved_bytes
 
     def keys(self, plain: Sequence[GraphKey]) -> list[GraphKey]:
         """Graphs of these shapes for every way."""

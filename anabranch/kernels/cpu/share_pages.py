@@ -21,12 +21,14 @@ def share_pages(
     page_size: int,
     levels: int,
     min_saved_keys: int,
+    min_total_keys: int,
 ) -> tuple[torch.Tensor, ...]:
     """The fields of `SharedPages`."""
     num_seqs, max_pages = page_table.shape
     lens = seq_lens.clamp(0, max_pages * page_size).tolist()
     bounds = starts.tolist()
     common = _common_pages(page_table.tolist(), lens, bounds, page_size)
+    enough = sum(common) * page_size >= min_total_keys
     table = page_table.new_zeros(levels * (num_seqs + 1), max_pages)
     rest_table = page_table.new_zeros(num_seqs, max_pages)
     cu_seqlens, spans, covered, depths = [], [], [0] * num_seqs, [0] * num_seqs
@@ -34,7 +36,8 @@ def share_pages(
         for left, right in _groups(common, depths):
             size, start = right - left, covered[left]
             end = min(common[left + 1 : right], default=depths[left])
-            pays = size > 1 and (end - start) * page_size * (size - 1) >= min_saved_keys
+            saved = (end - start) * page_size * (size - 1)
+            pays = enough and size > 1 and saved >= min_saved_keys
             if pays:
                 row = level * (num_seqs + 1) + left
                 table[row, : end - start] = page_table[left, start:end]

@@ -156,10 +156,9 @@ def find_keys(places, row, count, lists, table_ptr, table_stride, LISTS: tl.cons
     first = tl.load(row_ptr)
     token = row // LISTS.per_token
     kv_head = row % LISTS.per_token * LISTS.num_kv_heads // LISTS.per_token
+    seq = token // lists.tokens_per_seq
     if lists.seqs is not None:
         seq = tl.load(lists.seqs + token)
-    else:
-        seq = token // lists.tokens_per_seq
     keys = tl.where(places < count, keys, first)
     pages = seq
     if lists.pages is not None:

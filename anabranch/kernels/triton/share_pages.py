@@ -28,6 +28,7 @@ def share_pages(
     page_size: int,
     levels: int,
     min_saved_keys: int,
+    min_total_keys: int,
 ) -> tuple[torch.Tensor, ...]:
     """The fields of `SharedPages`."""
     num_seqs, max_pages = page_table.shape
@@ -42,7 +43,7 @@ def share_pages(
         common_pages_kernel[num_seqs,](*lengths, common, PAGE_SIZE=page_size, num_warps=4)
     share_pages_kernel[num_seqs + 1,](
         *lengths, common, cu_seqlens, table, spans, rest_table, rest_lens, num_tokens,
-        min_saved_keys, PAGE_SIZE=page_size, LEVELS=levels, num_warps=4,
+        min_saved_keys, min_total_keys, PAGE_SIZE=page_size, LEVELS=levels, num_warps=4,
     )  # fmt: skip
     return cu_seqlens, table, spans, rest_table, rest_lens
 
@@ -95,6 +96,16 @@ def common_pages_kernel(
 
 
 @triton.jit
+def num_common(common_ptr, num_seqs, CHUNK: tl.constexpr):
+    """How many reads of a page are saved if every page of the prefix tree is read once (int64)."""
+    total = tl.zeros([CHUNK], tl.int64)
+    for start in range(0, num_seqs, CHUNK):
+        seqs = start + tl.arange(0, CHUNK)
+        total += tl.load(common_ptr + seqs, seqs < num_seqs, other=0)
+    return tl.sum(total, 0)
+
+
+@triton.jit
 def group_of(seq, depth, common_ptr, num_seqs, CHUNK: tl.constexpr):
     """The neighbours [left, right) that share more than `depth` pages, and how many they share."""
     left = 0
@@ -121,7 +132,9 @@ def copy_pages(source_ptr, target_ptr, count, CHUNK: tl.constexpr):
         tl.store(target_ptr + pages, tl.load(source_ptr + pages, pages < count), pages < count)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "max_pages", "num_tokens", "min_saved_keys"])
+@triton.jit(
+    do_not_specialize=["num_seqs", "max_pages", "num_tokens", "min_saved_keys", "min_total_keys"]
+)
 def share_pages_kernel(
     table_ptr,  # [num_seqs, max_pages]
     table_stride,
@@ -136,7 +149,8 @@ def share_pages_kernel(
     rest_table_ptr,  # [num_seqs, max_pages]
     rest_lens_ptr,  # [num_seqs]
     num_tokens,
-    min_saved_keys,
+    min_saved_keys,  # by a span,
+    min_total_keys,  # and by the batch, if all levels of its prefix tree were shared
     PAGE_SIZE: tl.constexpr,
     LEVELS: tl.constexpr,
     CHUNK: tl.constexpr = 256,
@@ -145,6 +159,7 @@ def share_pages_kernel(
     seq = tl.program_id(0)
     row_ptr = table_ptr + seq.to(tl.int64) * table_stride
     owned = seq < num_seqs
+    enough = num_common(common_ptr, num_seqs, CHUNK) * PAGE_SIZE >= min_total_keys
     depth = 0  # pages that the levels above have looked at,
     covered = 0  # and those that are attended to there
     for level in tl.static_range(LEVELS):
@@ -152,7 +167,7 @@ def share_pages_kernel(
         left, right, end = group_of(seq, depth, common_ptr, num_seqs, CHUNK)
         others = right - left - 1
         saved = (end - covered).to(tl.int64) * (PAGE_SIZE * others)
-        pays = owned & (others > 0) & (saved >= min_saved_keys)
+        pays = owned & enough & (others > 0) & (saved >= min_saved_keys)
         is_first = owned & (left == seq)
         token = tl.load(starts_ptr + tl.where(is_first | (seq == num_seqs), seq, right))
         tl.store(cu_seqlens_ptr + span, level * num_tokens + token)
