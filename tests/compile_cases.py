@@ -19,7 +19,7 @@ from configurations import every_attend_config
 from hot_loop import loops_stay_in_registers, serialised, waits_after_exponentials
 
 from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
-from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
+from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend, select_lists
 from anabranch.kernels.expert_config import (
     ExpertConfig,
     every_expert_config,
@@ -33,6 +33,7 @@ from anabranch.kernels.gluon.launch import attend as gluon_attend
 from anabranch.kernels.gluon.order import order, order_size
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
+from anabranch.kernels.triton.attend_lists import attend_lists
 from anabranch.kernels.triton.choose_pages import choose_pages, renew_bounds
 from anabranch.kernels.triton.code_words import in_words
 from anabranch.kernels.triton.constants import AttendProgram, attend_program
@@ -76,6 +77,8 @@ def launch_attend(
     shared_memory: int,
     fused: bool = True,
     weighted: bool = False,
+    num_priors: int = 0,
+    leaves_empty: bool = False,
 ) -> None:
     """Short blocks over pages, long ones over contiguous keys."""
     k, v = (meta(64, 16, 8, dim, dtype=dtype) for dim in dims)
@@ -83,12 +86,16 @@ def launch_attend(
     keys = PagedKV(k, v, ints(64, 16), ints(64)) if paged else DenseKV(k, v)
     overlap = shared_memory >= 227 * 1024
     program = program_of(
-        config, dims, page_size=keys.page_size, num_programs=132, fused=fused, overlap=overlap
-    )
+        config, dims, page_size=keys.page_size, num_programs=132, fused=fused, overlap=overlap,
+        leaves_empty=leaves_empty,
+    )  # fmt: skip
     state = AttentionState(meta(64, 32, dims[1], dtype=dtype), meta(64, 32))
     q = meta(64, 32, dims[0], dtype=dtype)
     view = keys.view()._replace(log_weights=meta(64, 16) if weighted else None)
-    attend(q, view, rules, state, ints(1024), SCRATCH, program)
+    prior = None
+    if num_priors:
+        prior = AttentionState(*(meta(num_priors, *x.shape, dtype=x.dtype) for x in state))
+    attend(q, view, rules, state, ints(1024), SCRATCH, program, prior)
 
 
 def launch_stored(
@@ -179,6 +186,10 @@ def attend_cases(shared_memory: int) -> Iterator[Case]:
         yield f"{kind} with window, softcap and sinks", call
         apart = partial(launch_attend, *given, plain, shared_memory, fused=False)
         yield f"{kind} with a merge apart", apart
+        resumed = partial(launch_attend, *given, every_rule, shared_memory, num_priors=3)
+        yield f"{kind} with every rule and prior states", resumed
+    spans = partial(launch_attend, long, (128, 128), BRAIN, plain, shared_memory, leaves_empty=True)
+    yield "prefill that leaves empty rows", spans
     weighted = partial(launch_attend, short, (128, 128), BRAIN, plain, shared_memory, weighted=True)
     yield "decode with log-weights", weighted
     yield from stored_cases(shared_memory)
@@ -317,6 +328,53 @@ def schedule_cases(_: int) -> Iterator[Case]:
     yield "whole storage", partial(launch, False, False, None, False)
 
 
+def attend_lists_cases(shared_memory: int) -> Iterator[Case]:
+    """Every selection of tiles, over pages and a padded batch, every rule, prior states."""
+    plain = Rules(causal=True, scale=0.1)
+    every_rule = Rules(causal=True, softcap=30.0, scale=0.1, sinks=meta(4))
+
+    def launch(
+        group: int,
+        dim: int,
+        dtype: torch.dtype,
+        *,
+        paged: bool = True,
+        rules: Rules = plain,
+        num_lists: int = 8,
+        num_priors: int = 0,
+        weighted: bool = False,
+    ) -> None:
+        k = meta(64, 16, 8, dim, dtype=dtype)
+        keys = PagedKV(k, k, ints(1, 64), ints(1)) if paged else DenseKV(k[:1], k[:1])
+        shape = (1, num_lists, 640)
+        weights = meta(shape) if weighted else None
+        view = SelectedKV(keys, ints(shape), ints(shape[:2]), weights).view()
+        config = select_lists(
+            group=group, num_lists=num_lists, width=640, head_dim_k=dim, head_dim_v=dim,
+            itemsize=dtype.itemsize, num_sms=1024, per_program=shared_memory, per_sm=shared_memory,
+        )  # fmt: skip
+        overlap = shared_memory >= 227 * 1024
+        program = program_of(
+            config, (dim, dim), group=group, num_kv_heads=1, page_size=1, num_programs=1,
+            uniform=True, overlap=overlap,
+        )  # fmt: skip
+        state = AttentionState(meta(num_lists, group, dim, dtype=dtype), meta(num_lists, group))
+        prior = None
+        if num_priors:
+            prior = AttentionState(*(meta(num_priors, *x.shape, dtype=x.dtype) for x in state))
+        q = meta(num_lists, group, dim, dtype=dtype)
+        attend_lists(q, view, rules, state, SCRATCH, program, prior)
+
+    for dim, dtype in ((64, BRAIN), (128, BRAIN), (256, BRAIN), (128, SINGLE), (256, SINGLE)):
+        for group in (1, 4):
+            name = f"group of {group}, {dim} {str(dtype)[6:]}"
+            yield name, partial(launch, group, dim, dtype)
+    yield "group of 1, padded batch", partial(launch, 1, 128, BRAIN, paged=False)
+    yield "group of 4, many", partial(launch, 4, 128, BRAIN, num_lists=256)
+    every = {"rules": every_rule, "num_priors": 3, "weighted": True}
+    yield "group of 4, every rule and prior states", partial(launch, 4, 128, BRAIN, **every)
+
+
 def list_pages_cases(_: int) -> Iterator[Case]:
     """Lists over pages and over a padded batch, for each head and for all."""
 
@@ -450,6 +508,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{GLUON}.order": order_cases,
     f"{TRITON}.append_kv": append_kv_cases,
     f"{TRITON}.attend_kernel": attend_cases,
+    f"{TRITON}.attend_lists": attend_lists_cases,
     f"{TRITON}.choose_pages": choose_pages_cases,
     f"{TRITON}.draft_tree": draft_tree_cases,
     f"{TRITON}.expert_order": expert_order_cases,

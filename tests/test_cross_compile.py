@@ -58,7 +58,12 @@ UNUSED = {("sm_100", "decode latent, 64 rows")}
 # Kernels that are launched while the one ahead ends, on GPUs that can.
 OVERLAPPED = {
     (kernel, target)
-    for kernel in ("attend_kernel", "attend_latent_kernel", "merge_parts_kernel")
+    for kernel in (
+        "attend_kernel",
+        "attend_latent_kernel",
+        "attend_lists_kernel",
+        "merge_parts_kernel",
+    )
     for target in ("sm_90", "sm_100")
 }
 # The widths, in bytes, of all global loads of a case: values 16, LSEs 4.
