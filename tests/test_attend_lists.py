@@ -50,9 +50,8 @@ def check_short(case: Case, lists: Lists, **options: Any) -> None:
     ("source", "page_size", "per_token"),
     [
         ("dense", 1, "head"),
-        ("dense", 1, "kv head"),
-        ("paged", 1, "kv head"),
-        ("paged", 16, "head"),
+        ("paged", 16, "kv head"),
+        ("paged", 1, "head"),
         ("paged by heads", 3, "kv head"),
     ],
 )
@@ -62,8 +61,10 @@ def test_sources(source: str, page_size: int, per_token: str, device: str) -> No
 
 
 @every_device
-@pytest.mark.parametrize("per_token", ["head", "kv head"])
-@pytest.mark.parametrize(("dims", "group"), [((40, 24), 3), ((24, 192), 2)])
+@pytest.mark.parametrize(
+    ("dims", "group", "per_token"),
+    [((40, 24), 3, "kv head"), ((24, 192), 3, "kv head"), ((24, 72), 1, "head")],
+)
 def test_halves(dims: tuple[int, int], group: int, per_token: str, device: str) -> None:
     """Odd groups and head dims, two tiles a part."""
     case = replace(BASE, dims=dims, group=group, dtype=HALF, k_lens=(150,), device=device)

@@ -22,6 +22,7 @@ TESTS = Path(__file__).parent
 ATTEND = "anabranch.kernels.triton.attend_kernel"
 EXPERTS = "anabranch.kernels.triton.expert_product"
 HOPPER = "anabranch.kernels.gluon.kernel"
+LISTS = "anabranch.kernels.triton.attend_lists"
 LATENT = "anabranch.kernels.gluon.latent_kernel"
 ORDER = "anabranch.kernels.gluon.order"
 MERGE_PARTS = "anabranch.kernels.triton.merge_parts"
@@ -29,6 +30,7 @@ MERGE_PARTS = "anabranch.kernels.triton.merge_parts"
 PREFIXES = {
     (ATTEND, "sm_80"): "decode",
     (ATTEND, "gfx942"): "decode",
+    **{(LISTS, target): "group of 1, 128" for target in ("sm_80", "sm_100", "gfx942")},
     **{(EXPERTS, target): "16 x 32 gated" for target in ("sm_80", "sm_100", "gfx942")},
 }
 # Elsewhere than on Hopper, every so many cases stand for all: they take a second each.

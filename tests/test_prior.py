@@ -58,7 +58,6 @@ def make_prior(
 
 PLANS: dict[str, dict[str, Any] | None] = {
     "": None,
-    "parts": {"config": CUT},
     "fixed parts, keys first": {"config": replace(CUT, keys_first=True), "batch_invariant": True},
     "a merge apart": {"config": CUT, "fused_merge": False},
     "leaving empty rows": {"leave_empty": True},

@@ -180,9 +180,10 @@ def select_lists(
     head_dim = max(head_dim_k, head_dim_v)
     if group > 16 or head_dim > WIDE or not num_lists * width:
         return None
-    config = partial(AttendConfig, 16, keys_first=True, merge_rows=power_of_two(min(group, 4)))
+    rows = power_of_two(min(group, 4))
+    config = partial(AttendConfig, 16, keys_first=itemsize == 2, merge_rows=rows)
     wide = head_dim > 128  # tiles of as many bytes; not measured
-    if itemsize == 4:
+    if itemsize == 4:  # transposed tiles would spill
         tried = (config(32, 4, 2, LIST_PROGRAMS, part_tiles=1),)
     elif group == 1:
         tried = (config(32 if wide else 64, 4, 3, LIST_PROGRAMS, part_tiles=2),)
