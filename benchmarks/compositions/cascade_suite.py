@@ -95,14 +95,22 @@ class SharedInputs(NamedTuple):
     keys: list[PagedKV]
 
 
-def _cascade(levels: int | None, inputs: SharedInputs) -> Prepared:
+def _cascade(levels: int | None, inputs: SharedInputs, **least: int) -> Prepared:
     """With as many levels as the case has, or as given."""
     wanted = max(len(inputs.case.spans), 1)
     require(levels != wanted, "these are the levels of the case")
-    plan = partial(make_cascade, inputs.queries[0], inputs.keys[0], levels=levels or wanted)
+    plan = partial(
+        make_cascade, inputs.queries[0], inputs.keys[0], levels=levels or wanted, **least
+    )
     made = plan()
     pairs = zip(inputs.queries, inputs.keys, strict=True)
     return Prepared([partial(attend_cascade, *pair, made) for pair in pairs], as_result, plan)
+
+
+def _always(inputs: SharedInputs) -> Prepared:
+    """Sharing whatever is shared, to see from where on that pays."""
+    require(bool(inputs.case.spans), "nothing is shared")
+    return _cascade(None, inputs, min_saved_keys=1, min_saved_bytes=0)
 
 
 def _flat(inputs: SharedInputs) -> Prepared:
@@ -142,10 +150,11 @@ def _flashinfer(inputs: SharedInputs) -> Prepared:
 
 
 def implementations(device: str) -> list[Implementation]:
-    """Ours, with unused levels too, what it replaces, and FlashInfer."""
+    """Ours, with unused levels too and without a limit, what it replaces, and FlashInfer."""
     found = [
         Implementation("anabranch", "ours", partial(_cascade, None)),
         Implementation("anabranch, 3 levels", "ours", partial(_cascade, 3)),
+        Implementation("anabranch, always shared", "ours", _always),
         Implementation("flat decode", "context", _flat),
     ]
     peers = [Implementation("FlashInfer cascade", "peer", _flashinfer)]
