@@ -34,7 +34,7 @@ from anabranch.state import AttentionState
 
 def parts_of_list(width: int, constants: AttendConstants) -> int:
     """How many programs attend to one list, each to a part."""
-    return triton.cdiv(width, constants.tiles.block_n * constants.division.part_tiles)
+    return -(-width // (constants.tiles.block_n * constants.division.part_tiles))
 
 
 def attend_lists(
