@@ -2,7 +2,7 @@
 
 A case is a name and a call of a launcher, for a GPU with so much shared memory.
 
-    python tests/compile_cases.py anabranch.kernels.triton.merge sm_90 "" 1  # prefix, stride
+    python tests/compile_cases.py sm_90 anabranch.kernels.triton.merge:two:1  # prefix, stride
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from configurations import every_attend_config
 from hot_loop import loops_stay_in_registers, serialised, waits_after_exponentials
 
-from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
+from anabranch.kernels.compile import TARGETS, Target, compile_launch, record, resources
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend, select_lists
 from anabranch.kernels.expert_config import (
     ExpertConfig,
@@ -534,15 +534,21 @@ def cases_of(module: str) -> Callable[[int], Iterator[Case]]:
     return CASES.get(module) or import_module(module).compile_cases
 
 
-if __name__ == "__main__":
-    target, prefix, stride = TARGETS[sys.argv[2]], sys.argv[3], int(sys.argv[4])
-    every = cases_of(sys.argv[1])(target.shared_bytes)
+def compile_module(module: str, target: Target, prefix: str, stride: int) -> None:
+    """Print what the launches of a module take, those whose names begin with `prefix`."""
+    every = cases_of(module)(target.shared_bytes)
     for case, call in [each for each in every if each[0].startswith(prefix)][::stride]:
         for launch in record(call):
             compiled = compile_launch(launch, target)
-            found = {"case": case, **asdict(resources(compiled))}
+            found = {"module": module, "case": case, **asdict(resources(compiled))}
             if launch.kernel.is_gluon():
                 found["serialised"] = serialised(compiled.asm["ptx"])
                 check = LOOPS[launch.kernel.__name__]
                 found[check.__name__] = check(compiled.asm["cubin"])
             print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    for given in sys.argv[2:]:
+        name, beginning, step = given.split(":")
+        compile_module(name, TARGETS[sys.argv[1]], beginning, int(step))
