@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_right, make_inputs
+from cases import UNUSED_PAGE, Case, assert_right, make_inputs
 
 from anabranch import AttentionState, PagedKV, attend, make_plan, merge, reference
 from anabranch.kernels.config import AttendConfig
@@ -31,11 +31,12 @@ BASE = Case(
 
 
 def span(keys: PagedKV, starts: list[int], stops: list[int]) -> PagedKV:
-    """Some keys of each sequence, in pages of one key."""
-    lens = [stop - start for start, stop in zip(starts, stops, strict=True)]
-    table = torch.full((len(lens), max([1, *lens])), 1 << 30, dtype=torch.int32)
-    for seq, (start, stop) in enumerate(zip(starts, stops, strict=True)):
-        table[seq, : stop - start] = keys.page_table[seq, start:stop]
+    """Some keys of each sequence, from the beginning of a page on."""
+    size, lens = keys.page_size, [b - a for a, b in zip(starts, stops, strict=True)]
+    table = torch.full((len(lens), max(lens) // size + 1), UNUSED_PAGE, dtype=torch.int32)
+    for seq, (start, length) in enumerate(zip(starts, lens, strict=True)):
+        pages = -(-length // size)
+        table[seq, :pages] = keys.page_table[seq, start // size :][:pages]
     lengths = torch.tensor(lens, dtype=torch.int32).to(keys.device)
     return replace(keys, page_table=table.to(keys.device), seq_lens=lengths)
 
@@ -46,7 +47,8 @@ def make_prior(
     """Queries, all keys, those after the cuts, a stack of states over those before, options."""
     q, keys, options = make_inputs(case, 0)
     assert isinstance(keys, PagedKV)
-    before = [k - q for k, q in zip(case.k_lens, case.q_lens, strict=True)]
+    size = case.page_size
+    before = [(k - q) // size * size for k, q in zip(case.k_lens, case.q_lens, strict=True)]
     bounds = [[min(cut, most) for most in before] for cut in (0, *cuts)]
     given = {"causal": False, "scale": options["scale"], "softcap": options["softcap"]}
     given["cu_seqlens_q"] = options["cu_seqlens_q"]
@@ -184,9 +186,9 @@ def test_a_destination_that_is_read() -> None:
 @pytest.mark.parametrize("impl", [None, "triton"])
 @pytest.mark.parametrize("q_len", [1, 40])
 def test_real_shapes(q_len: int, impl: str | None) -> None:
-    """Also by producers that merge in a launch of their own."""
+    """By default the longer queries are Hopper's kernel's, which is followed by a merge."""
     case = Case(
-        q_lens=(q_len,) * 3, k_lens=(700, 333, 90), page_size=1, dims=(128, 128), group=4,
+        q_lens=(q_len,) * 3, k_lens=(700, 333, 90), page_size=16, dims=(128, 128), group=4,
         dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
     q, keys, rest, prior, options = make_prior(case, (16, 48))
