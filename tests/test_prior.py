@@ -24,9 +24,9 @@ every_producer = pytest.mark.parametrize(
     ],
 )
 CUT = AttendConfig(16, 16, 4, 2, 4, fan_in=2, merge_batch=1, block_price=1)  # blocks leave parts
-# The fourth sequence has no keys, the fifth none beside those of the prior states.
+# The fourth sequence has no keys, the third and the fifth none beside those of the prior states.
 BASE = Case(
-    q_lens=(1, 3, 1, 0, 0, 2), k_lens=(50, 33, 2, 0, 5, 70), page_size=1, dims=(16, 24), group=2
+    q_lens=(1, 3, 1, 0, 1, 1), k_lens=(50, 33, 2, 0, 5, 70), page_size=1, dims=(16, 24), group=2
 )
 
 
@@ -48,7 +48,9 @@ def make_prior(
     q, keys, options = make_inputs(case, 0)
     assert isinstance(keys, PagedKV)
     size = case.page_size
-    before = [(k - q) // size * size for k, q in zip(case.k_lens, case.q_lens, strict=True)]
+    # What all tokens of a sequence see, in whole pages; one token sees its own key too
+    seen = (k - (q if q > 1 else 0) for k, q in zip(case.k_lens, case.q_lens, strict=True))
+    before = [count // size * size for count in seen]
     bounds = [[min(cut, most) for most in before] for cut in (0, *cuts)]
     given = {"causal": False, "scale": options["scale"], "softcap": options["softcap"]}
     given["cu_seqlens_q"] = options["cu_seqlens_q"]
