@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from itertools import pairwise
 from typing import cast
 
@@ -31,7 +30,7 @@ class Sizes:
 
     def match(self, argument: str, tensor: torch.Tensor, pattern: str) -> None:
         """Match a tensor with a pattern such as "tokens heads dim"; a number is a literal size."""
-        names = _names(pattern)
+        names = pattern.split()
         shape = tuple(tensor.shape)
         if len(shape) != len(names):
             raise ValueError(f"{argument} must be [{', '.join(names)}], got shape {shape}")
@@ -41,11 +40,6 @@ class Sizes:
                     raise ValueError(f"{argument} must be [{', '.join(names)}], got shape {shape}")
             else:
                 self.bind(name, size, argument)
-
-
-@cache
-def _names(pattern: str) -> list[str]:
-    return pattern.split()
 
 
 def check_dtype(argument: str, tensor: torch.Tensor, allowed: Sequence[torch.dtype]) -> None:
