@@ -1,8 +1,10 @@
 """Launches of every Triton kernel on meta tensors, compiled for GPUs that are not here.
 
-A case is a name and a call of a launcher, for a GPU with so much shared memory.
+A case is a name and a call of a launcher, for a GPU with so much shared memory. As a program it
+answers each line of its input, a module, a target and names of cases (none: all), with a line of
+what their kernels need:
 
-    python tests/compile_cases.py sm_90 anabranch.kernels.triton.merge:two:1  # prefix, stride
+    echo '["anabranch.kernels.triton.merge", "sm_90", []]' | python tests/compile_cases.py
 """
 
 from __future__ import annotations
@@ -10,15 +12,19 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict
 from functools import partial
 from importlib import import_module
+from io import StringIO
+from traceback import format_exc
 
 import torch
 from configurations import every_attend_config
 from hot_loop import loops_stay_in_registers, serialised, waits_after_exponentials
+from triton import knobs
 
-from anabranch.kernels.compile import TARGETS, Target, compile_launch, record, resources
+from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend, select_lists
 from anabranch.kernels.expert_config import (
     ExpertConfig,
@@ -534,21 +540,27 @@ def cases_of(module: str) -> Callable[[int], Iterator[Case]]:
     return CASES.get(module) or import_module(module).compile_cases
 
 
-def compile_module(module: str, target: Target, prefix: str, stride: int) -> None:
-    """Print what the launches of a module take, those whose names begin with `prefix`."""
-    every = cases_of(module)(target.shared_bytes)
-    for case, call in [each for each in every if each[0].startswith(prefix)][::stride]:
-        for launch in record(call):
-            compiled = compile_launch(launch, target)
-            found = {"module": module, "case": case, **asdict(resources(compiled))}
+def compiled_cases(module: str, target: str, names: list[str]) -> Iterator[dict[str, object]]:
+    """What each kernel of the module's cases needs on a target."""
+    gpu = TARGETS[target]
+    every = dict(cases_of(module)(gpu.shared_bytes))
+    for case in names or every:
+        for launch in record(every[case]):
+            with redirect_stdout(StringIO()) as log:
+                compiled = compile_launch(launch, gpu)
+            found = {"case": case, **asdict(resources(compiled))}
             if launch.kernel.is_gluon():
-                found["serialised"] = serialised(compiled.asm["ptx"])
+                found["serialised"] = serialised(log.getvalue())
                 check = LOOPS[launch.kernel.__name__]
                 found[check.__name__] = check(compiled.asm["cubin"])
-            print(json.dumps(found))
+            yield found
 
 
 if __name__ == "__main__":
-    for given in sys.argv[2:]:
-        name, beginning, step = given.split(":")
-        compile_module(name, TARGETS[sys.argv[1]], beginning, int(step))
+    knobs.nvidia.dump_ptxas_log = True
+    for line in sys.stdin:
+        try:
+            answer: object = list(compiled_cases(*json.loads(line)))
+        except Exception:
+            answer = format_exc()
+        print(json.dumps(answer), flush=True)

@@ -12,13 +12,9 @@ import triton
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
-def serialised(ptx: str) -> list[str]:
-    """Warnings that matrix instructions wait for each other (C7510 to C7519)."""
-    with tempfile.NamedTemporaryFile(suffix=".ptx", mode="w") as file:
-        file.write(ptx)
-        file.flush()
-        command = [TOOLS / "ptxas", "-v", "--gpu-name=sm_90a", file.name, "-o", "/dev/null"]
-        log = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+def serialised(log: str) -> list[str]:
+    """Warnings of ptxas that matrix instructions wait for each other (C7510 to C7519)."""
+    assert "ptxas info" in log, "ptxas has not run"
     return sorted(set(re.findall(r"C75\d\d", log)))
 
 

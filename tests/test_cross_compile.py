@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,22 +20,54 @@ from anabranch.kernels.compile_ahead import compiling_ahead
 
 KERNELS = Path(anabranch.__file__).parent / "kernels"
 TESTS = Path(__file__).parent
+APPEND = "anabranch.kernels.triton.append_kv"
 ATTEND = "anabranch.kernels.triton.attend_kernel"
 EXPERTS = "anabranch.kernels.triton.expert_product"
 HOPPER = "anabranch.kernels.gluon.kernel"
 LISTS = "anabranch.kernels.triton.attend_lists"
 LATENT = "anabranch.kernels.gluon.latent_kernel"
 ORDER = "anabranch.kernels.gluon.order"
+MERGE = "anabranch.kernels.triton.merge"
 MERGE_PARTS = "anabranch.kernels.triton.merge_parts"
-# Tiles are chosen for Hopper and later; elsewhere decode must compile and fit.
-PREFIXES = {
-    (ATTEND, "sm_80"): "decode",
-    (ATTEND, "gfx942"): "decode",
-    **{(LISTS, target): "group of 1, 128" for target in ("sm_80", "sm_100", "gfx942")},
-    **{(EXPERTS, target): "16 x 32 gated" for target in ("sm_80", "sm_100", "gfx942")},
+# Cases that stand for all on other GPUs. Tiles are chosen for Hopper and later: elsewhere, decoding
+# must compile and fit.
+DECODE = [
+    "decode 128/128 bfloat16, 4 rows, 1024 pairs",
+    "decode 256/256 bfloat16, 32 rows, 1024 pairs",
+    "decode with every rule and prior states",
+    "decode latent, 16 rows",
+    "decode latent q8_0",
+    "decode fp8",
+    "decode int8",
+]
+PREFILL = [
+    "prefill 128/128 bfloat16, 32768 rows, 1024 pairs",
+    "prefill 256/256 float32, 32768 rows, 1024 pairs",
+    "prefill int8",
+]
+SOME = {
+    (ATTEND, "sm_80"): DECODE,
+    (ATTEND, "gfx942"): DECODE,
+    (ATTEND, "sm_100"): DECODE + PREFILL,
+    **{
+        (module, target): cases
+        for target in ("sm_80", "sm_100", "gfx942")
+        for module, cases in (
+            (EXPERTS, ["16 x 32 gated"]),
+            (LISTS, ["group of 1, 128 bfloat16"]),
+            (APPEND, ["bfloat16, 72/72", "bfloat16, by heads", "q8_0, latent", "fp8, float32"]),
+            (
+                MERGE,
+                [
+                    "two float16, head dim 72",
+                    "two float16, head dim 128",
+                    "eight float16",
+                    "stacked float32 into float16",
+                ],
+            ),
+        )
+    },
 }
-# Elsewhere than on Hopper, every so many cases stand for all: they take a second each.
-STRIDES = {(ATTEND, target): 3 for target in ("sm_80", "sm_100", "gfx942")}
 # Bytes that a thread may spill, by the beginning of a case's name; the last line that fits counts.
 # Where nothing is said they are 0, and on the other GPUs attention may spill.
 SPILLS = {
@@ -71,7 +103,7 @@ OVERLAPPED = {
 }
 # The widths, in bytes, of all global loads of a case: values 16, LSEs 4.
 LOADS = {
-    "anabranch.kernels.triton.merge": {
+    MERGE: {
         "two float16, head dim 128": {16, 4},
         "stacked float32 into float16": {16, 4},
     }
@@ -91,21 +123,36 @@ MODULES = {
 }
 
 
-# Compiled in one process, since starting one takes longer than most of them do
-SMALL = tuple(x for x in sorted(MODULES) if x not in (ATTEND, EXPERTS, HOPPER, LATENT, ORDER))
-TOGETHER = {"small": SMALL, **{x: (x,) for x in sorted(MODULES) if x not in SMALL}}
+class Compiler:
+    """A process of its own: under the interpreter, kernels are no kernels."""
+
+    def __init__(self, cache: Path) -> None:
+        root = str(KERNELS.parents[1])
+        environment = dict(os.environ, TRITON_CACHE_DIR=str(cache), PYTHONPATH=root)
+        environment.pop("TRITON_INTERPRET", None)
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "compile_cases.py")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def cases(self, module: str, target: str) -> list[dict[str, Any]]:
+        assert self.process.stdin and self.process.stdout
+        line = json.dumps([module, target, SOME.get((module, target), [])])
+        print(line, file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline())
+        assert isinstance(answer, list), answer
+        return answer
 
 
-def compiled(modules: Sequence[str], target: str, cache: Path) -> list[dict[str, Any]]:
-    """Compile in a process of its own: under the interpreter, kernels are no kernels."""
-    root = str(KERNELS.parents[1])
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(cache), PYTHONPATH=root)
-    environment.pop("TRITON_INTERPRET", None)
-    some = [f"{x}:{PREFIXES.get((x, target), '')}:{STRIDES.get((x, target), 1)}" for x in modules]
-    command = [sys.executable, str(TESTS / "compile_cases.py"), target, *some]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    return [json.loads(line) for line in run.stdout.splitlines()]
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+    started = Compiler(tmp_path_factory.mktemp("compiled"))
+    yield started
+    with started.process as process:
+        process.kill()
 
 
 def allowed_spills(module: str, target: str, case: str) -> int:
@@ -114,24 +161,17 @@ def allowed_spills(module: str, target: str, case: str) -> int:
 
 
 @pytest.mark.parametrize(
-    ("group", "target"),
+    ("module", "target"),
     [
-        (group, target)
-        for group in TOGETHER
+        (module, target)
+        for module in sorted(MODULES)
         for target in TARGETS
-        if target == "sm_90" or not group.startswith("anabranch.kernels.gluon.")
+        if target == "sm_90" or not module.startswith("anabranch.kernels.gluon.")
     ],
 )
-def test_kernels_fit(group: str, target: str, tmp_path: Path) -> None:
-    modules = TOGETHER[group]
-    cases = compiled(modules, target, tmp_path)
-    for module in modules:
-        check_module(module, target, [case for case in cases if case["module"] == module])
-
-
-def check_module(module: str, target: str, cases: list[dict[str, Any]]) -> None:
-    limits = TARGETS[target]
-    assert {case["kernel"] for case in cases} == MODULES[module], module
+def test_kernels_fit(module: str, target: str, compiler: Compiler) -> None:
+    limits, cases = TARGETS[target], compiler.cases(module, target)
+    assert {case["kernel"] for case in cases} == MODULES[module]
     for case in cases:
         if (target, case["case"]) in UNUSED:
             continue

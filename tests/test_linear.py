@@ -143,25 +143,27 @@ def test_gates_need_as_many_rows_as_ups() -> None:
         gated_linear(torch.zeros(5), torch.zeros(7, 5))
 
 
-@pytest.mark.parametrize("case", ["4 x 1024 bfloat16", "2 x 2048 bfloat16 gated"])
-def test_weights_are_on_their_way_before_the_wait(case: str, tmp_path: Path) -> None:
+def test_weights_are_on_their_way_before_the_wait(tmp_path: Path) -> None:
     """On Hopper, and 16 bytes at a time."""
+    names = ["4 x 1024 bfloat16", "2 x 2048 bfloat16 gated"]
     script = (
         "import json, sys; from anabranch.kernels import compile as c;"
         "from anabranch.kernels.triton.linear import compile_cases; t = c.TARGETS['sm_90'];"
-        "call = next(f for n, f in compile_cases(t.shared_bytes) if n.startswith(sys.argv[1]));"
-        "print(json.dumps(c.compile_launch(c.record(call)[0], t).asm['ptx']))"
+        "every = list(compile_cases(t.shared_bytes));"
+        "calls = [next(f for n, f in every if n.startswith(name)) for name in sys.argv[1:]];"
+        "launches = [c.record(call)[0] for call in calls];"
+        "print(json.dumps([c.compile_launch(each, t).asm['ptx'] for each in launches]))"
     )
     environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-c", script, case]
-    ptx = json.loads(
-        subprocess.run(command, env=environment, capture_output=True, check=True).stdout
+    run = subprocess.run(
+        [sys.executable, "-c", script, *names], env=environment, capture_output=True, check=True
     )
-    before, wait, after = ptx.partition("griddepcontrol.wait")
-    assert wait
-    assert re.search(r"ld\.global.*\.v4\.b32", before)
-    assert "st.global" in after
+    for name, ptx in zip(names, json.loads(run.stdout), strict=True):
+        before, wait, after = ptx.partition("griddepcontrol.wait")
+        assert wait, name
+        assert re.search(r"ld\.global.*\.v4\.b32", before), name
+        assert "st.global" in after, name
 
 
 @pytest.mark.gpu
