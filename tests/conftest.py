@@ -12,6 +12,9 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
+    from interpreter_cost import spare_repetitions
+
+    spare_repetitions()
 
 hypothesis.settings.register_profile(
     "anabranch",
