@@ -19,6 +19,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 
+from forked_engine import forked_engine  # noqa: E402
 from server_models import CONTEXT, Server, engine_config, is_idle, running_server, until  # noqa: E402
 
 from anabranch.engine.config import EngineConfig  # noqa: E402
@@ -45,7 +46,7 @@ def config() -> EngineConfig:
 
 @pytest.fixture(scope="module")
 def engine(config: EngineConfig) -> Iterator[EngineProcess]:
-    process = EngineProcess(config)
+    process = forked_engine(config)
     yield process
     process.close()
 

@@ -20,6 +20,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(needed)
 httpx = pytest.importorskip("httpx")
 
+from forked_engine import forked_engine  # noqa: E402
 from server_models import CONTEXT, Server, engine_config, running_server, until  # noqa: E402
 
 from anabranch.server.engine_process import EngineProcess  # noqa: E402
@@ -31,7 +32,7 @@ ENDLESS = 3600.0  # seconds
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineProcess]:
-    process = EngineProcess(engine_config())
+    process = forked_engine(engine_config())
     yield process
     process.close()
 

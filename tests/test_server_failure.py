@@ -8,7 +8,6 @@ import logging
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import Pipe
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from queue import SimpleQueue as Queue
 from types import SimpleNamespace
@@ -30,6 +30,8 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
 httpx = pytest.importorskip("httpx")
 psutil = pytest.importorskip("psutil")
 
+from forked_engine import CONTEXT as FORKS  # noqa: E402
+from forked_engine import PRELOADED, engines_forked, forked_engine  # noqa: E402
 from server_models import CONTEXT, Server, engine_config, running_server, talking_model, until  # noqa: E402
 
 from anabranch.engine.async_llm import EngineDead  # noqa: E402
@@ -49,7 +51,8 @@ LONG = {"prompt": "hello", "max_tokens": CONTEXT - 8, "ignore_eos": True}
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    engine = EngineProcess(engine_config(**getattr(request, "param", {})))
+    start, options = request.param
+    engine = start(engine_config(**options))
     with running_server(engine) as running:
         yield running
     engine.close()
@@ -89,9 +92,13 @@ def kill_rank_1(engine: EngineProcess) -> None:
 @pytest.mark.parametrize(
     ("server", "end", "say"),
     [
-        ({}, kill, "exit code -9"),
-        ({}, break_step, "AttributeError"),
-        ({"tensor_parallel": 2}, kill_rank_1, "rank 1 of the engine ended with exit code -9"),
+        ((forked_engine, {}), kill, "exit code -9"),
+        ((forked_engine, {}), break_step, "AttributeError"),
+        (
+            (EngineProcess, {"tensor_parallel": 2}),
+            kill_rank_1,
+            "rank 1 of the engine ended with exit code -9",
+        ),
     ],
     indirect=["server"],
 )
@@ -156,7 +163,7 @@ def test_a_report_that_fails_ends_no_other() -> None:
 
 def test_an_engine_that_dies_as_a_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between the check that it runs and the wait for its tokens."""
-    engine = EngineProcess(engine_config())
+    engine = forked_engine(engine_config())
     running_loop = asyncio.get_running_loop
 
     def die_first() -> asyncio.AbstractEventLoop:
@@ -187,6 +194,7 @@ def test_a_message_that_cannot_be_read_ends_the_channel() -> None:
     channel.close()
 
 
+@engines_forked()
 def test_a_dead_engine_is_started_again(caplog: pytest.LogCaptureFixture) -> None:
     engine = RestartingEngine(engine_config(), policy=RestartPolicy(first_delay=0.5))
     with running_server(engine) as server, ThreadPoolExecutor(5) as pool, enabled("anabranch"):
@@ -264,48 +272,53 @@ def test_policies_that_make_no_sense(wrong: dict[str, Any]) -> None:
 
 def test_an_engine_that_cannot_start_says_why() -> None:
     with pytest.raises(ValueError, match="no model 'nowhere'"):
-        EngineProcess(EngineConfig(model="nowhere"))
+        forked_engine(EngineConfig(model="nowhere"))
 
 
-SERVE = """
-import sys
-from anabranch.engine.config import EngineConfig
-from anabranch.server.command import serve
-config = EngineConfig(model=sys.argv[1], device="cpu", max_num_seqs=4, kv_cache_gib=0.001)
-serve(config, port=int(sys.argv[2]), model_name="tiny", max_engine_restarts=0)
-"""
+def serve_tiny(model: str, port: int, log: Path) -> None:
+    """In a process forked from one that has imported torch; its engine's starts by itself."""
+    from anabranch.server.command import serve
+
+    with log.open("wb") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    config = EngineConfig(model=model, device="cpu", max_num_seqs=4, kv_cache_gib=0.001)
+    serve(config, port=port, model_name="tiny", max_engine_restarts=0)
 
 
 class Serving(NamedTuple):
-    process: subprocess.Popen[bytes]
+    process: BaseProcess
     url: str
     log: Path
 
     def answers(self) -> bool:
-        assert self.process.poll() is None
+        assert self.process.is_alive()
         try:
             return httpx.get(f"{self.url}/health").status_code == 200
         except httpx.ConnectError:
             return False
+
+    def exit_code(self) -> int | None:
+        self.process.join(30)
+        return self.process.exitcode
 
 
 @pytest.fixture(scope="module", autouse=True)
 def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Serving]]:
     """Two servers in processes of their own, which start while other tests run."""
     servers: list[Serving] = []
+    FORKS.set_forkserver_preload(PRELOADED)
     for number in range(2):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        command = [sys.executable, "-c", SERVE, talking_model(), str(port)]
         log = tmp_path_factory.mktemp("serving") / f"{number}.log"
-        with log.open("wb") as file:
-            process = subprocess.Popen(command, cwd=Path(__file__).parent.parent, stderr=file)
+        process = FORKS.Process(target=serve_tiny, args=(talking_model(), port, log))
+        process.start()
         servers.append(Serving(process, f"http://127.0.0.1:{port}", log))
     yield servers
     for server in servers:
         server.process.kill()
-        server.process.wait()
+        server.process.join()
 
 
 def test_a_signal_drains_and_then_ends(serving: list[Serving]) -> None:
@@ -315,9 +328,9 @@ def test_a_signal_drains_and_then_ends(serving: list[Serving]) -> None:
     with httpx.stream("POST", f"{server.url}/v1/completions", json=request) as answer:
         lines = answer.iter_lines()
         next(lines)
-        server.process.send_signal(signal.SIGTERM)
+        server.process.terminate()
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert server.process.wait(30) == 0
+    assert server.exit_code() == 0
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{server.url}/health")
 
@@ -332,6 +345,6 @@ def test_a_server_that_gives_its_engine_up_says_so_and_exits(serving: list[Servi
     assert f"page to chat on: {server.url}/\n" in started
     (engine,) = psutil.Process(server.process.pid).children()
     engine.kill()
-    assert server.process.wait(30) == 3
+    assert server.exit_code() == 3
     assert "ERROR:    the engine process ended with exit code -9" in server.log.read_text()
     assert "Traceback" not in server.log.read_text()

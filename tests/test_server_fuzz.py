@@ -17,10 +17,10 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
 httpx = pytest.importorskip("httpx")
 schemathesis = pytest.importorskip("schemathesis")
 
+from forked_engine import forked_engine  # noqa: E402
 from server_models import Server, engine_config, is_idle, running_server, until  # noqa: E402
 
 from anabranch.server.app import make_app  # noqa: E402
-from anabranch.server.engine_process import EngineProcess  # noqa: E402
 from anabranch.server.server_limits import ServerLimits  # noqa: E402
 from anabranch.server.service import Service  # noqa: E402
 
@@ -37,7 +37,7 @@ ALWAYS = settings(derandomize=True, deadline=None)
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """Healthy and idle in the end, whatever was asked."""
-    engine = EngineProcess(engine_config(max_model_len=CONTEXT, max_num_seqs=8))
+    engine = forked_engine(engine_config(max_model_len=CONTEXT, max_num_seqs=8))
     with running_server(engine, max_body_bytes=100_000, max_queue=16) as running:
         yield running
         assert httpx.get(f"{running.url}/health").status_code == 200

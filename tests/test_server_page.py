@@ -18,6 +18,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(needed)
 
 from browser import CHROMIUM, Browser, open_browser  # noqa: E402
+from forked_engine import forked_engine  # noqa: E402
 from server_models import Server, engine_config, is_idle, running_server, until  # noqa: E402
 
 from anabranch.server.engine_process import EngineProcess  # noqa: E402
@@ -53,7 +54,7 @@ def sort(xs):
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[EngineProcess]:
-    running = EngineProcess(engine_config())
+    running = forked_engine(engine_config())
     yield running
     running.close()
 
