@@ -15,7 +15,7 @@ demo: $(VENV)/.ready
 	$(BIN)/python examples/summarise.py
 
 test: $(VENV)/.ready
-	$(BIN)/pytest --numprocesses 2
+	$(BIN)/pytest --numprocesses 2 --dist worksteal
 
 # With 4 processes too, and SmolLM2 both ways: minutes more than `make test` takes.
 test-distributed: $(VENV)/.ready

@@ -16,6 +16,8 @@ import torch.distributed as dist
 CONTEXT = multiprocessing.get_context("forkserver")
 JOIN_SECONDS = 300  # only a hang takes so long
 Check = Callable[[], None]
+# Engines run on 2 ranks in `test_ranks`
+NUM_RANKS = [int(count) for count in os.environ.get("ANABRANCH_TEST_RANKS", "4").split(",")]
 
 
 def join_group(rank: int, num_ranks: int, store: str, timeout_s: int = 120) -> None:

@@ -542,7 +542,7 @@ masks = st.one_of(
 
 
 @ON_CPU
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     lengths=lengths,
     masks=masks,

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from cases import Case, assert_right, make_inputs
 from conftest import HAS_GPU
-from rank_processes import CONTEXT, assert_all_pass, end, join_group, start
+from rank_processes import CONTEXT, NUM_RANKS, assert_all_pass, end, join_group, start
 
 import anabranch as ab
 from anabranch import AttentionState, PagedKV
@@ -307,7 +307,7 @@ CHECKS = [
 ]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_ranks(num_ranks: int) -> None:
     """One group of processes runs all checks; one test, so that it starts once."""
     assert_all_pass(num_ranks, CHECKS)

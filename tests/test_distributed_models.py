@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from rank_processes import assert_all_pass
+from rank_processes import NUM_RANKS, assert_all_pass
 
 pytest.importorskip("transformers")
 
@@ -129,7 +129,7 @@ def compiled_sums() -> None:
 CHECKS = [logits_of_the_whole, bad_shapes, failures_are_shared, compiled_sums]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", NUM_RANKS)
 def test_ranks(num_ranks: int) -> None:
     """One group of processes runs all checks; one test, so that it starts once."""
     assert_all_pass(num_ranks, CHECKS)

@@ -393,8 +393,10 @@ host_layouts = pytest.mark.parametrize("layout", [ONE_ROW, TWO_ROWS], ids=["one"
 
 
 @host_layouts
-@pytest.mark.parametrize(("dtype", "out_dtype"), DTYPE_PAIRS)
-@pytest.mark.parametrize("head_dim", [1, 40, 128, 300])
+@pytest.mark.parametrize(
+    ("dtype", "out_dtype", "head_dim"),
+    [*((*pair, 40) for pair in DTYPE_PAIRS), *((HALF, HALF, dim) for dim in (1, 128, 300))],
+)
 def test_host_merges_separate_states(
     host: SimpleNamespace, layout: Layout, dtype: torch.dtype, out_dtype: torch.dtype, head_dim: int
 ) -> None:
