@@ -10,7 +10,9 @@ import os
 import shutil
 import subprocess
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,33 +35,90 @@ SCREENSHOTS = Path(__file__).parent.parent / "build" / "screenshots"  # ignored 
 FLAGS = "--headless --no-sandbox --disable-gpu --disable-dev-shm-usage --no-first-run --mute-audio"
 
 
-class Browser:
-    """One page."""
+class Chromium:
+    """The browser's process, which reads commands at 3 and writes events to 4."""
 
-    def __init__(self, commands: int, events: int) -> None:
+    def __init__(self) -> None:
+        assert CHROMIUM
+        theirs, commands = os.pipe()
+        events, answers = os.pipe()
+        self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+        flags = [*FLAGS.split(), "--remote-debugging-pipe", f"--user-data-dir={self._profile.name}"]
+        placed = f'exec "$@" 3<&{theirs} 4>&{answers}'
+        self._process = subprocess.Popen(
+            ["bash", "-c", placed, "bash", CHROMIUM, *flags],
+            pass_fds=(theirs, answers),
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(theirs)
+        os.close(answers)
         self._commands = os.fdopen(commands, "wb", buffering=0)
         self._events = os.fdopen(events, "rb", buffering=0)
         self._numbers = itertools.count(1)
         self._unread = b""
-        self._session: str | None = None
-        self.heard: list[dict[str, Any]] = []
-        target = self.call("Target.createTarget", url="about:blank")["targetId"]
-        attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
+        self.heard: dict[str | None, list[dict[str, Any]]] = defaultdict(list)  # by session
+
+    def call(self, method: str, session: str | None = None, **params: Any) -> Any:
+        """A command's result; events that come meanwhile are kept."""
+        number = next(self._numbers)
+        message = {"id": number, "method": method, "params": params}
+        if session:
+            message["sessionId"] = session
+        self._commands.write(json.dumps(message).encode() + b"\0")
+        while (heard := self._next()).get("id") != number:
+            self.heard[heard.get("sessionId")].append(heard)
+        assert "error" not in heard, heard
+        return heard["result"]
+
+    def _next(self) -> dict[str, Any]:
+        while b"\0" not in self._unread:
+            piece = self._events.read(1 << 16)
+            assert piece, "the browser ended"
+            self._unread += piece
+        message, _, self._unread = self._unread.partition(b"\0")
+        return json.loads(message)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._commands.close()
+        self._events.close()
+        self._profile.cleanup()
+
+
+class Browser:
+    """One page, which shares no storage with others."""
+
+    def __init__(self, chromium: Chromium) -> None:
+        self._chromium = chromium
+        self._context = chromium.call("Target.createBrowserContext")["browserContextId"]
+        context = {"browserContextId": self._context}
+        target = chromium.call("Target.createTarget", url="about:blank", **context)["targetId"]
+        attached = chromium.call("Target.attachToTarget", targetId=target, flatten=True)
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
             self.call(f"{domain}.enable")
 
+    def close(self) -> None:
+        self._chromium.call("Target.disposeBrowserContext", browserContextId=self._context)
+
+    @property
+    def heard(self) -> list[dict[str, Any]]:
+        """Events that were not dealt with."""
+        return self._chromium.heard[self._session]
+
+    @heard.setter
+    def heard(self, events: list[dict[str, Any]]) -> None:
+        self._chromium.heard[self._session] = events
+
     def call(self, method: str, **params: Any) -> Any:
         """A command's result; events that come meanwhile are kept."""
-        number = next(self._numbers)
-        message = {"id": number, "method": method, "params": params}
-        if self._session:
-            message["sessionId"] = self._session
-        self._commands.write(json.dumps(message).encode() + b"\0")
-        while (heard := self._next()).get("id") != number:
-            self.heard.append(heard)
-        assert "error" not in heard, heard
-        return heard["result"]
+        return self._chromium.call(method, self._session, **params)
+
+    def grant(self, permission: str) -> None:
+        """What a user would be asked for."""
+        given = {"permissions": [permission], "browserContextId": self._context}
+        self._chromium.call("Browser.grantPermissions", **given)
 
     def run(self, script: str) -> Any:
         """The value of an expression in the page."""
@@ -167,33 +226,22 @@ class Browser:
         asked = [each for each in self.heard if each.get("method") == "Network.requestWillBeSent"]
         return [each["params"]["request"] for each in asked]
 
-    def _next(self) -> dict[str, Any]:
-        while b"\0" not in self._unread:
-            piece = self._events.read(1 << 16)
-            assert piece, "the browser ended"
-            self._unread += piece
-        message, _, self._unread = self._unread.partition(b"\0")
-        return json.loads(message)
+
+@cache
+def shared_chromium() -> Chromium:
+    return Chromium()
+
+
+def close_chromium() -> None:
+    if shared_chromium.cache_info().currsize:
+        shared_chromium().close()
+        shared_chromium.cache_clear()
 
 
 @contextlib.contextmanager
 def open_browser() -> Iterator[Browser]:
-    """Reads commands at 3 and writes events to 4."""
-    assert CHROMIUM
-    theirs, commands = os.pipe()
-    events, answers = os.pipe()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
-        flags = [*FLAGS.split(), "--remote-debugging-pipe", f"--user-data-dir={profile}"]
-        placed = f'exec "$@" 3<&{theirs} 4>&{answers}'
-        process = subprocess.Popen(
-            ["bash", "-c", placed, "bash", CHROMIUM, *flags],
-            pass_fds=(theirs, answers),
-            stderr=subprocess.DEVNULL,
-        )
-        os.close(theirs)
-        os.close(answers)
-        try:
-            yield Browser(commands, events)
-        finally:
-            process.kill()
-            process.wait()
+    browser = Browser(shared_chromium())
+    try:
+        yield browser
+    finally:
+        browser.close()

@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 for needed in ("fastapi", "uvicorn", "prometheus_client", "httpx"):
     pytest.importorskip(needed)
 
-from browser import CHROMIUM, Browser, open_browser  # noqa: E402
+from browser import CHROMIUM, Browser, close_chromium, open_browser  # noqa: E402
 from forked_engine import forked_engine  # noqa: E402
 from server_models import Server, engine_config, is_idle, running_server, until  # noqa: E402
 
@@ -63,6 +63,12 @@ def engine() -> Iterator[EngineProcess]:
 def server(engine: EngineProcess) -> Iterator[Server]:
     with running_server(engine) as running:
         yield running
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_browser() -> Iterator[None]:
+    yield
+    close_chromium()
 
 
 @pytest.fixture
@@ -354,7 +360,7 @@ def test_only_plain_elements_are_taken_from_rendered_text(page: Browser) -> None
 
 
 def test_an_answer_has_figures_and_can_be_copied_and_tried_again(page: Browser) -> None:
-    page.call("Browser.grantPermissions", permissions=["clipboardReadWrite"])
+    page.grant("clipboardReadWrite")
     page.hold(f"*{CHAT}")
     say(page, "hello", 8)
     answer(page, "**one** `two`")
