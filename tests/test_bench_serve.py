@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -601,11 +602,21 @@ def test_our_own_server() -> None:
     assert row["speculation"]["num_drafts"] > 0
 
 
-def test_a_soak_loses_nothing() -> None:
+def test_a_soak_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server's process is that of its engine; `test_our_own_server` starts a whole one."""
     for needed in ("transformers", "fastapi", "uvicorn", "prometheus_client"):
         pytest.importorskip(needed)
-    from server_models import talking_model
+    from forked_engine import forked_engine
+    from server_models import engine_config, running_server, talking_model
 
+    @contextmanager
+    def launched(*_: object) -> Iterator[LaunchedServer]:
+        engine = forked_engine(engine_config())
+        with running_server(engine, max_queue=1000) as server:
+            yield LaunchedServer(server.url, engine.pid)
+        engine.close()
+
+    monkeypatch.setattr("anabranch.bench.serve.soak.launched", launched)
     options = SoakOptions(
         model=talking_model(), device="cpu", clients=8, seconds=1.0, vanish=0.5, output_len=16
     )
