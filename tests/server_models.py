@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import tempfile
@@ -78,6 +79,18 @@ def engine_config(**options: Any) -> EngineConfig:
 
 
 @contextlib.contextmanager
+def logging_as_before() -> Iterator[None]:
+    """A server configures the package's logger; other tests read its records."""
+    logger = logging.getLogger("anabranch")
+    handlers, propagate, level = logger.handlers[:], logger.propagate, logger.level
+    try:
+        yield
+    finally:
+        logger.handlers[:], logger.propagate = handlers, propagate
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
 def running_server(
     engine: ServedEngine,
     *,
@@ -91,9 +104,9 @@ def running_server(
         engine, limits=ServerLimits(**limits), model_name="tiny", created=int(time.time())
     )
     app = make_app(service, api_key=api_key, cors_origins=cors_origins)
-    server = HttpServer(app, service, drain_seconds=drain_seconds, log_level="critical")
     # asyncio sends at once only on sockets that say they are TCP's
-    with socket.socket(proto=socket.IPPROTO_TCP) as listener:
+    with logging_as_before(), socket.socket(proto=socket.IPPROTO_TCP) as listener:
+        server = HttpServer(app, service, drain_seconds=drain_seconds, log_level="critical")
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
