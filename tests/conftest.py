@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from importlib.metadata import distributions
 
 import hypothesis
 import pytest
@@ -12,9 +13,10 @@ import torch
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-    from interpreter_cost import spare_repetitions
+    if any(each.version.startswith("3.6.") for each in distributions(name="triton")):
+        from interpreter_cost import spare_repetitions
 
-    spare_repetitions()
+        spare_repetitions()  # which replaces private functions of that version
 
 hypothesis.settings.register_profile(
     "anabranch",
