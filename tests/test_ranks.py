@@ -201,7 +201,7 @@ class Ending:
 
 
 def test_a_rank_that_does_not_start() -> None:
-    with pytest.raises(RuntimeError, match="rank [12] ended with exit code 3 before it joined"):
+    with pytest.raises(RuntimeError, match=r"rank [12] ended with exit code 3 before it joined"):
         Followers(3, print, Ending(), backend="gloo")
     assert not dist.is_initialized()
 
