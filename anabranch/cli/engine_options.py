@@ -62,7 +62,7 @@ class EngineOptions:
         256.0, "MiB for keys that a latent cache (DeepSeek) is expanded into, at a time.", above=0
     )
     cascade: bool = option(
-        False, "On a GPU, read pages once that sequences share, where that saves time."
+        True, "On a GPU, read pages once that sequences share, where that saves time."
     )
     sparse: str = option(
         "off", "Which keys of long contexts decode steps read; tokens change.", choices=SPARSE
@@ -147,7 +147,7 @@ class EngineOptions:
         parts += [f"trees of width {self.tree_width}"] if drafted and self.tree_width > 1 else []
         parts += [] if self.graphs else ["no graphs"]
         parts += [] if self.fused_merge else ["merge apart"]
-        parts += ["cascades"] if self.cascade else []
+        parts += [] if self.cascade else ["no cascades"]
         parts += [] if self.sparse == "off" else [f"sparse {self.sparse} {self.sparse_keep}"]
         parts += ["compiled"] if self.compile else []
         parts += [f"TP {self.tensor_parallel}"] if self.tensor_parallel > 1 else []

@@ -22,8 +22,12 @@ def decode_keys(limits: Limits, choice: StepChoice) -> list[GraphKey]:
 def shared_prefixes(
     config: EngineConfig, limits: Limits, layers: Layers, device: torch.device
 ) -> SharedPrefixes | None:
-    """None is for GPUs: the decode kernel of a CPU reads pages where they lie, in one call."""
-    wanted = device.type == "cuda" if config.cascade is None else config.cascade
+    """None is for GPUs: the decode kernel of a CPU reads pages where they lie, in one call.
+
+    Over latent rows they have to be asked for: there they have not been timed.
+    """
+    plain = not any(layer.is_latent for layer in layers.values())
+    wanted = device.type == "cuda" and plain if config.cascade is None else config.cascade
     token_bytes = max(layer.bytes_per_token for layer in layers.values())
     most = (limits.max_num_seqs - 1) * limits.max_model_len * token_bytes  # that sharing can save
     always = config.cascade is True

@@ -96,7 +96,7 @@ class EngineConfig:
     kv_cache_gib: float | None = None  # what remains of a GPU, or 1 on a CPU
     kv_cache_dtype: str = "auto"  # the model's; or a format, or one each as "q8_0/fp8"
     prefix_caching: bool = True
-    cascade: bool | None = False  # shared pages read once; None: on a GPU, where that pays
+    cascade: bool | None = None  # shared pages read once; None: on a GPU, where that pays
     speculative: SpeculativeConfig | None = None
     sparse: SparseConfig | None = None  # decode steps read a part of long contexts: other tokens
     cuda_graphs: bool = True
