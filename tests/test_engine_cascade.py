@@ -15,10 +15,13 @@ from test_engine import NGRAM
 from test_engine_models import save
 from tiny_models import VOCAB, as_on_gpu, outputs, pages, source, tiny
 
+from anabranch.engine.attention_ways import shared_prefixes
 from anabranch.engine.config import EngineConfig
+from anabranch.engine.limits import Limits
 from anabranch.engine.llm import LLM
 from anabranch.runner import step as step_module
 from anabranch.runner.graphs import GraphKey
+from anabranch.runner.kv_cache import LayerShape
 from anabranch.runner.shared_prefixes import LEVELS, SharedPrefixes, saved_pages
 from anabranch.runner.step_layout import DecodeWay
 from anabranch.sampling.params import SamplingParams
@@ -138,6 +141,20 @@ def test_off_is_off(cascades: list[Any]) -> None:
         assert llm.engine.choice.prefixes is None
         outputs(llm, LEVELLED)
     assert not cascades
+
+
+def test_by_default_a_gpu_shares_where_that_can_pay() -> None:
+    def built(device: str, max_model_len: int = 8192, latent: bool = False, **given: Any) -> bool:
+        limits = Limits(max_model_len, 64, 64, 16, 1000, 0)
+        layers = {0: LayerShape(1 if latent else 8, 128, 128, torch.float16, is_latent=latent)}
+        found = shared_prefixes(EngineConfig(**given), limits, layers, torch.device(device))
+        return found is not None
+
+    assert built("cuda") and not built("cpu")
+    assert not built("cuda", cascade=False) and not built("cuda", prefix_caching=False)
+    assert not built("cuda", max_model_len=512)  # 132 MB at most
+    assert not built("cuda", latent=True, max_model_len=100_000)
+    assert built("cuda", latent=True, cascade=True)
 
 
 @pytest.mark.parametrize(
