@@ -55,7 +55,8 @@ def attention(
 ) -> AttentionState:
     """Attention of one sequence, computed where the queries are: float64 out and lse on the CPU."""
     q, k, v = (x.detach().to(q.device, torch.float64) for x in (q, k, v))
-    grouped = q.unflatten(1, (k.shape[1], q.shape[1] // k.shape[1]))
+    rows = (len(q), k.shape[1], q.shape[1] // k.shape[1])  # tokens, kv heads, heads of each
+    grouped = q.reshape(*rows, q.shape[-1])
     scores = torch.einsum("qhgd,khd->qhgk", grouped, k).flatten(1, 2)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if softcap is not None:
@@ -64,7 +65,7 @@ def attention(
         scores = scores.masked_fill(~mask[:, None, :].to(q.device), -torch.inf)
     lse = torch.logsumexp(scores, -1)
     weights = torch.exp(scores - torch.where(lse == -torch.inf, 0.0, lse)[..., None])
-    weights = weights.unflatten(1, grouped.shape[1:3])
+    weights = weights.reshape(*rows, len(k))
     out = torch.einsum("qhgk,khd->qhgd", weights, v).flatten(1, 2)
     state = AttentionState(out.cpu(), lse.cpu())
     if sinks is None:
