@@ -135,6 +135,23 @@ def test_layers_with_a_window_share_nothing(
     assert len(cascades) == 8 * SHARING_LAYERS[name]
 
 
+@pytest.mark.parametrize("options", [{"kv_cache_dtype": "q8_0"}, {"tensor_parallel": 2}], ids=str)
+def test_quantised_pages_and_pages_of_several_ranks_are_shared(
+    options: dict[str, Any], cascades: list[Any]
+) -> None:
+    given: dict[str, Any] = {"device": "cpu", "page_size": PAGE}
+    formats = {"kv_cache_dtype": options.get("kv_cache_dtype", "auto")}
+    flat = LLM(source(head_dim=32), **given, **formats, cascade=False)
+    expected = outputs(flat, LEVELLED)
+    shared = LLM(source(head_dim=32), **given, **options, cascade=True)
+    try:
+        for _ in range(2):  # the second time all pages are in the cache
+            assert outputs(shared, LEVELLED) == expected
+    finally:
+        shared.close()
+    assert cascades
+
+
 def test_off_is_off(cascades: list[Any]) -> None:
     for options in ({}, {"cascade": False}):  # on a CPU off unless it is asked for
         llm = tiny(page_size=PAGE, **options)
