@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +21,8 @@ from anabranch import (
     reference,
 )
 from anabranch.kernels.config import AttendConfig
+from anabranch.kernels.cpu.encode import encode_rows, encodes_rows
+from anabranch.kernels.cpu.native import native
 from anabranch.kernels.triton.code_words import in_words
 from anabranch.keys.formats import BLOCK, E4M3, FORMATS, decode, empty_store, encode, encoded_store
 
@@ -392,3 +395,38 @@ def test_refuses_latent_scales_and_formats() -> None:
         attend(torch.zeros(1, 4, 64), keys)
     with pytest.raises(ValueError, match=r"saturated must be \[1\], got shape \(2,\)"):
         append_kv(keys, torch.zeros(1, 64).half(), None, none, saturated=torch.zeros(2).int())
+
+
+def numbers(dim: int) -> Iterator[torch.Tensor]:
+    """Rows [20, 3, dim]: of every size, halfway between codes, not finite, of any bits."""
+    x = torch.randn(20, 3, dim)
+    yield from (x, x * 1e-20, x * 3e38, x * 1e-42, torch.zeros_like(x))
+    yield torch.randint(-127, 128, x.shape) / 2
+    yield torch.arange(x.numel()).view_as(x) * 2.0**-11
+    holes = x.clone()
+    holes[::3, :, ::7], holes[1::5, 1, 3], holes[2, 2] = torch.inf, torch.nan, -torch.inf
+    yield holes
+    yield torch.randint(-(2**31), 2**31, x.shape).int().view(torch.float32)
+
+
+@pytest.mark.skipif(native() is None, reason="no C compiler")
+@pytest.mark.parametrize("dim", [64, 576])
+@pytest.mark.parametrize("name", QUANTISED)
+def test_the_kernel_of_a_cpu_writes_what_encode_gives(name: str, dim: int) -> None:
+    cpu, slots = torch.device("cpu"), torch.randperm(32)[:20]
+    slots[5] = -1
+    for x in numbers(dim):
+        cache, scales = empty_store(name, (4, 8, 3, dim), torch.float32, cpu, allocate=torch.zeros)
+        scales.fill_(0.3)
+        store, counted = encoded_store("k", cache, scales), torch.zeros(1, dtype=torch.int32)
+        assert encodes_rows(store, x)
+        encode_rows(store, x, slots, counted)
+        kept = slots >= 0
+        codes, right, beyond = encode(x[kept], FORMATS[name], scales)
+        places = slots[kept] // 8, slots[kept] % 8
+        assert torch.equal(cache.view(torch.int8)[places], codes.view(torch.int8))
+        assert counted == beyond
+        if FORMATS[name].scaling != "tensor":
+            assert torch.equal(scales[places].view_as(right), right)
+    with pytest.raises(IndexError, match="token 1 has slot 32, but there are 32 slots"):
+        encode_rows(store, x[:2], torch.tensor([3, 32]), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from anabranch.kernels.cpu.encode import encode_rows, encodes_rows
 from anabranch.keys import KeyStore
 from anabranch.keys.formats import encode
 
@@ -21,6 +22,10 @@ def append_kv(
 ) -> None:
     """Write each token to its slot, in place, and add how many elements saturated."""
     slots = slot_mapping.long()
+    if all(map(encodes_rows, stores, new)):
+        for store, rows in zip(stores, new, strict=True):
+            encode_rows(store, rows, slots, saturated)
+        return
     kept = slots >= 0
     if not kept.all():
         slots, new = slots[kept], tuple(rows[kept] for rows in new)

@@ -27,7 +27,9 @@ SIGNATURES = {
     "layer_inputs": (*[POINTER] * 8, *[LONG] * 5, FLOAT, INT),
     "layer_outputs": (*[POINTER] * 9, *[LONG] * 4, FLOAT, INT),
     "attend_pages": (*[POINTER] * 15, FLOAT, INT),
+    "encode_rows": (*[POINTER] * 5, INT),
 }
+NUMBERED = {"attend_pages", "encode_rows"}  # that return a number
 _log = logging.getLogger(__name__)
 
 
@@ -47,7 +49,7 @@ def native() -> ctypes.CDLL | None:
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
-        function.restype = LONG if name == "attend_pages" else None
+        function.restype = LONG if name in NUMBERED else None
     return library
 
 
