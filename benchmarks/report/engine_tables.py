@@ -186,12 +186,33 @@ def _accuracy(results: dict[str, Any]) -> Table:
     return title, ["method", "keys kept", "same next token as dense", "perplexity"], lines
 
 
+def _sweep(results: dict[str, Any]) -> Table:
+    rows, options = results["rows"], results["options"]
+    names = list(dict.fromkeys(row["implementation"] for row in rows))
+    found = {(row["test"], row["implementation"]): row for row in rows}
+    tests = sorted(dict.fromkeys(row["test"] for row in rows), key=lambda test: test[:2])
+    lines = [
+        [
+            test,
+            *(f"{found[test, x]['tokens_s']:.4g} ± {found[test, x]['spread']:.2g}" for x in names),
+        ]
+        for test in tests
+    ]
+    title = (
+        f"**Speed against context**, {options['model']}, tokens/s of prompts (pp) and of "
+        f"{options['generate']} tokens after them (tg), mean and spread of "
+        f"{options['repeats']} runs:"
+    )
+    return title, ["", *names], lines
+
+
 TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
     "engine/*latency": _latency,
     "engine/*draft": _latency,
     "engine/*scorers": _scorers,
     "engine/*throughput": _throughput,
     "engine/*-ways": _ways,
+    "engine/*sweep": _sweep,
     "engine/*sparse-accuracy": _accuracy,
     "serve/*merge": _serve,
     "serve/*scorers": _serve,
