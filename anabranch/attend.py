@@ -184,10 +184,15 @@ def _attend_traced(
         [] if plan is None else plan.tensors,
         None if plan is None else plan.text,
     )
+    if out is not None and prior is None:
+        torch.ops.anabranch.attend_into(*out, *arguments)
+        return out
+    state = merge_prior(AttentionState(*torch.ops.anabranch.attend(*arguments)), prior)
     if out is None:
-        return merge_prior(AttentionState(*torch.ops.anabranch.attend(*arguments)), prior)
-    torch.ops.anabranch.attend_into(*out, *arguments)
-    return merge_prior(out, prior)
+        return state
+    for mine, found in zip(out, state, strict=True):
+        mine.copy_(found)  # a prior state is read before `out`, which may be the same, is written
+    return out
 
 
 @torch.library.custom_op("anabranch::attend", mutates_args=())

@@ -135,9 +135,11 @@ def make_cascade(
     )
     rest_plan = make_plan(q, rest, cu_seqlens_q=queries.cu_seqlens, tree_mask=tree_mask, impl=impl)
     shape = (levels * q.shape[0], q.shape[1], keys.head_dim_v)
-    prefix = AttentionState(
-        q.new_zeros(shape), q.new_full(shape[:2], float("-inf"), dtype=torch.float32)
-    )
+    with torch.inference_mode(False):  # written by layers, which may run outside of that mode
+        prefix = AttentionState(
+            torch.zeros(shape, dtype=q.dtype, device=q.device),
+            torch.full(shape[:2], float("-inf"), device=q.device),
+        )
     return Cascade(pages, levels, queries.cu_seqlens, shared_plan, rest_plan, prefix, order)
 
 

@@ -155,6 +155,9 @@ def test_layers_share_a_plan(device: str) -> None:
     wide = make_lists(base, q.shape[1], len(q), Lists("kv head", 129, (1,)))
     with pytest.raises(ValueError, match="lists of 4 parts at most, lists of width 129 have 5"):
         attend(q, wide, plan=plan)
+    none = replace(drawn[0], indices=drawn[0].indices[..., :0])
+    with pytest.raises(ValueError, match="short lists, got lists of width 0"):
+        attend(q, none, plan=plan)
 
 
 def test_what_is_left_to_the_schedule() -> None:

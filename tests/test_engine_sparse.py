@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from test_engine import NGRAM
 from test_engine_cascade import draw
 from test_engine_models import save
 from test_step import ints, random_cache, random_tokens, run
-from tiny_models import as_on_gpu, one_by_one, outputs, source, tiny
+from tiny_models import GREEDY, as_on_gpu, one_by_one, outputs, source, tiny
 from tolerance import assert_close
 
 from anabranch import attend, bound_pages, reference, select_pages, select_recent
@@ -44,6 +45,20 @@ def test_all_kept_is_dense(
     llm = as_on_gpu(tiny(sparse={"method": method, "keep": 256}))
     assert outputs(llm, PROMPTS) == dense
     assert outputs(llm, PROMPTS) == dense, "with the cache as the first round left it"
+
+
+def test_chunks_among_decodes_that_share_pages() -> None:
+    """Decodes come first, whatever prefix a chunk of a few tokens has in common with them."""
+    common, given = draw(7, 64), {"page_size": 4, "max_num_seqs": 6, "max_num_batched_tokens": 24}
+    prompts = [common + draw(100 + i, 1 + 5 * i % 24) for i in range(20)]
+    params = [replace(GREEDY, max_tokens=2 + 7 * i % 17) for i in range(20)]
+    sparse = {"method": "pages", "keep": 32}
+    found = list[list[list[int]]]()
+    for cascade in (False, True):
+        llm = tiny(sparse=sparse, cascade=cascade, **given)
+        outputs(llm, [common + draw(9, 2)])  # the prefix is in the cache from here on
+        found.append(outputs(llm, prompts, params))
+    assert found[0] == found[1]
 
 
 def test_short_contexts_are_read_whole(dense: list[list[int]]) -> None:

@@ -100,6 +100,18 @@ def test_options_and_strides(impl: str, device: str) -> None:
 
 
 @every_producer
+@pytest.mark.parametrize("name", ["fp8_tensor", "fp8", "q8_0"])
+def test_codes_with_scales(name: str, impl: str, device: str) -> None:
+    """A scale of the call's own values is not one of the prior states."""
+    case = replace(BASE, dims=(64, 64), dtype=torch.bfloat16, formats=(name, name), device=device)
+    q, keys, rest, prior, options = make_prior(case, (3, 20))
+    if name == "fp8_tensor":
+        assert keys.v_scales is not None and keys.v_scales != 1
+    state = attend(q, rest, **options, prior=prior, impl=impl)
+    assert_right(state, q, keys, options)
+
+
+@every_producer
 def test_equals_a_merge(impl: str, device: str) -> None:
     """Of queries in a padded batch, with a state that is the same for all of them, and of none."""
     case = replace(BASE, q_lens=(2, 2), k_lens=(30, 7), padding=0, device=device)
@@ -129,6 +141,18 @@ def test_compiled_whole() -> None:
     assert_right(state, q, keys, options)
 
 
+def test_compiled_into_the_memory_of_prior_states() -> None:
+    """Where no caller can be told, the prior state is read before it is written."""
+    q, keys, rest, prior, options = make_prior(BASE, (20,))
+    one = AttentionState(*(x[0] for x in prior))
+
+    def call(q: torch.Tensor, rest: PagedKV, one: AttentionState) -> AttentionState:
+        return attend(q, rest, **options, prior=one, out=one)
+
+    state = torch.compile(call, fullgraph=True, backend="eager")(q, rest, one)
+    assert_right(state, q, keys, options)
+
+
 @every_producer
 def test_rows_without_keys_are_left(impl: str, device: str) -> None:
     """What is there stays there or becomes the empty state; without `out` it is the empty state."""
@@ -140,6 +164,8 @@ def test_rows_without_keys_are_left(impl: str, device: str) -> None:
         q.new_zeros(*q.shape[:2], 24), torch.full(q.shape[:2], -torch.inf, device=device)
     )
     assert_right(attend(q, keys, **options, plan=plan, out=out), q, keys, options)
+    sinks = {**options, "sinks": torch.randn(q.shape[1], device=device)}
+    assert_right(attend(q, keys, **sinks, plan=plan, out=out), q, keys, sinks)
     if impl == "triton":
         out.out.fill_(7.0)
         out.lse.fill_(7.0)

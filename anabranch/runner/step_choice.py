@@ -30,8 +30,8 @@ class StepChoice:
 
     def in_order(self, step: list[Scheduled]) -> list[Scheduled]:
         """Sequences with few queries first, those that share leading pages side by side."""
-        step = short_first(step, self.most_short)
-        return step if self.prefixes is None else self.prefixes.order(step)
+        ordered = step if self.prefixes is None else self.prefixes.order(step)
+        return short_first(ordered, self.most_short)
 
     def way(self, step: Sequence[Scheduled]) -> DecodeWay:
         """For the sequences of a step that have few queries."""

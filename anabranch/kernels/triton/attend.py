@@ -74,6 +74,8 @@ def attend(
 def _check_width(call: AttendCall, plan: TritonPlan) -> None:
     """Refuse lists whose parts do not fit into the plan's room."""
     num_lists, width = call.keys.num_seqs, call.keys.capacity
+    if not width:
+        raise ValueError("the plan was made for short lists, got lists of width 0")
     room = len(plan.parts.counters) // num_lists
     needed = parts_of_list(width, plan.program.constants)
     if needed > room:

@@ -22,6 +22,7 @@ from anabranch.kernels.triton.constants import (
     with_codes,
     with_page_strides,
     with_priors,
+    with_sinks,
 )
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
 from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, finish_state
@@ -65,6 +66,8 @@ def attend(
         constants = with_codes(constants, *strides, *words)
     if prior is not None:
         constants = with_priors(constants, prior.lse.shape[0])
+    if rules.sinks is not None:
+        constants = with_sinks(constants)
     attend_kernel[constants.division.num_programs,](
         Rows(q, *q.stride()),
         view_arguments(view, constants.source.native_fp8),

@@ -256,6 +256,11 @@ def with_lists(constants: AttendConstants, shape: ListShape) -> AttendConstants:
 
 
 @cache
+def with_sinks(constants: AttendConstants) -> AttendConstants:
+    """The constants for a call with sinks, which every row then has."""
+    return replace(constants, leaves_empty=False) if constants.leaves_empty else constants
+
+
 def with_priors(constants: AttendConstants, num_priors: int) -> AttendConstants:
     """The constants for a call that goes on from so many states, which every row then has."""
     return replace(constants, num_priors=num_priors, leaves_empty=False)

@@ -244,7 +244,10 @@ def attend_pair(
     if rules.sinks is not None:
         logits = tl.load(rules.sinks + heads, row_mask & is_first, other=float("-inf"))
         peak, total = sink_state(logits.to(tl.float32))
-    if C.num_priors > 0:
+    # The scale of a tensor of codes is multiplied into the sum over all tiles, and prior states have
+    # none.
+    LATE: tl.constexpr = C.source.v_words and C.source.v_format.scaling == "tensor"
+    if C.num_priors > 0 and not LATE:
         peak, total, acc = resume(
             (peak, total, acc), prior, q_start + tokens, heads, row_mask & is_first, C
         )
@@ -283,4 +286,8 @@ def attend_pair(
     if C.tiles.keys_first:
         total = tl.sum(total, 0)
         acc = tl.trans(acc)
+    if C.num_priors > 0 and LATE:
+        peak, total, acc = resume(
+            (peak, total, acc), prior, q_start + tokens, heads, row_mask & is_first, C
+        )
     return peak, total, acc
