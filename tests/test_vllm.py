@@ -472,6 +472,15 @@ def test_the_builder_keeps_verifications_with_decodes(monkeypatch: pytest.Monkey
         builder(backend, num_drafts=0, rswa_window=128)
 
 
+def test_chunks_of_local_attention_are_sequences_of_their_own() -> None:
+    """vLLM then counts keys of requests, of which there are fewer, and adds what it needs."""
+    common = common_metadata([4, 4, 9], [4, 4, 9], make_table(3))
+    common.seq_lens_cpu_upper_bound = common.seq_lens_cpu_upper_bound[:2]
+    batch = read_batch(common, decode_tokens=1)
+    batch.make_virtual_batches_block_table = len  # type: ignore[attr-defined]
+    assert [bounds.are_new for bounds in batch.bounds] == [False]
+
+
 def test_kernels_are_compiled_before_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, "0.26.0")
     backend = import_module(f"{OURS}.backend")

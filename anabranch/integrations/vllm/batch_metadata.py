@@ -17,9 +17,12 @@ from anabranch.integrations.vllm.query_sections import Bounds, Section, cut_sect
 from anabranch.keys import KeySource
 
 
-@dataclass(slots=True)
+@dataclass
 class BatchMetadata:
-    """A batch of vLLM's as attend needs it; every length is on the device."""
+    """A batch of vLLM's as attend needs it; every length is on the device.
+
+    vLLM's builders of chunked local attention add attributes of their own.
+    """
 
     query_start_loc: torch.Tensor  # int32 [num_seqs + 1]
     seq_lens: torch.Tensor  # int32 [num_seqs]
@@ -89,9 +92,12 @@ def read_batch(common: Any, *, decode_tokens: int | None) -> BatchMetadata:
     num_seqs, num_tokens = common.num_reqs, common.num_actual_tokens
     bounds = [Bounds(slice(0, num_seqs), slice(0, num_tokens), False)]
     if decode_tokens is not None and common.max_query_len > decode_tokens:
+        most_keys = common.seq_lens_cpu_upper_bound
+        if most_keys is not None and len(most_keys) < num_seqs:  # of requests, not of their chunks
+            most_keys = None
         bounds = find_bounds(
             common.query_start_loc_cpu[: num_seqs + 1],
-            common.seq_lens_cpu_upper_bound,
+            most_keys,
             num_tokens,
             decode_tokens=decode_tokens,
         )

@@ -50,38 +50,53 @@ class AnabranchMetadataBuilder(_interface.AttentionMetadataBuilder):
         return read_batch(common_attn_metadata, decode_tokens=None)
 
     def _compile_sections(self, table: torch.Tensor) -> None:
-        """Compile, side by side, what steps outside of graphs may launch amid requests."""
+        """Compile, side by side, what steps outside of graphs may launch amid requests.
+
+        Not with decode context parallel, whose layers also talk to other ranks.
+        """
         limits = self.vllm_config.scheduler_config
-        with compiling_ahead():
-            for batch in section_kinds(
+        batches = list(
+            section_kinds(
                 max_tokens=limits.max_num_batched_tokens,
                 max_seqs=limits.max_num_seqs,
                 decode_tokens=self.reorder_batch_threshold or 1,
                 table=table,
-            ):
-                self._run_once(batch)
+            )
+        )
+        most = max(batch.num_tokens for batch in batches)
+        with compiling_ahead():
+            for layer in self._layers_of_each_kind():
+                if layer.impl.ranks is None:
+                    rows = self._rows(layer, most)
+                    for batch in batches:
+                        _attend_once(layer, batch, rows)
+        torch.cuda.empty_cache()  # vLLM counts what is held while it captures
 
     def _run_once(self, batch: BatchMetadata) -> None:
         """Attend in a layer of each kind; cache and outputs of the model are not touched."""
+        for layer in self._layers_of_each_kind():
+            _attend_once(layer, batch, self._rows(layer, batch.num_tokens))
+
+    def _layers_of_each_kind(self) -> list[Any]:
         layers = self.vllm_config.compilation_config.static_forward_context
         kinds: dict[Any, Any] = {}
         for layer in (layers[name] for name in self.layer_names):
             options = layer.impl.options
             shape = (layer.impl.num_heads, layer.impl.num_kv_heads, layer.impl.head_size)
-            key = (
-                *shape,
-                options.window,
-                options.softcap,
-                options.sinks is None,
-                layer.kv_cache.dtype,
-            )
-            kinds.setdefault(key, layer)
-        for layer in kinds.values():
-            num_heads, num_kv_heads = layer.impl.num_heads, layer.impl.num_kv_heads
-            like: Any = {"dtype": layer.impl.dtype, "device": self.device}
-            q, output = torch.zeros(2, batch.num_tokens, num_heads, layer.impl.head_size, **like)
-            k, v = torch.zeros(2, batch.num_tokens, num_kv_heads, layer.impl.head_size, **like)
-            layer.impl.forward(layer, q, k, v, layer.kv_cache, batch, output)
+            rules = (options.window, options.softcap, options.sinks is None)
+            kinds.setdefault((*shape, *rules, layer.kv_cache.dtype), layer)
+        return list(kinds.values())
+
+    def _rows(self, layer: Any, num_tokens: int) -> list[torch.Tensor]:
+        """Queries, outputs, keys and values of so many tokens."""
+        impl, like = layer.impl, {"dtype": layer.impl.dtype, "device": self.device}
+        heads = (impl.num_heads, impl.num_heads, impl.num_kv_heads, impl.num_kv_heads)
+        return [torch.zeros(num_tokens, count, impl.head_size, **like) for count in heads]
 
     def update_draft_decode_metadata(self, metadata: BatchMetadata) -> None:
         """Nothing: the first layer of the next draft reads the lengths as they are then."""
+
+
+def _attend_once(layer: Any, batch: BatchMetadata, rows: list[torch.Tensor]) -> None:
+    q, output, k, v = (each[: batch.num_tokens] for each in rows)
+    layer.impl.forward(layer, q, k, v, layer.kv_cache, batch, output)

@@ -51,7 +51,8 @@ def find_bounds(
     first_prompt = int(is_prompt.int().argmax()) if bool(is_prompt.any()) else num_seqs
     first_new = num_seqs
     if most_keys is not None and first_prompt < num_seqs:
-        has_past = (most_keys[:num_seqs] > lengths)[first_prompt:]
+        # Not all that differs has a past: a draft model's queries are longer than vLLM counts keys.
+        has_past = (most_keys[:num_seqs] != lengths)[first_prompt:]
         first_new = first_prompt + int(has_past.int().cumsum(0).argmax()) + 1
         first_new = first_new if bool(has_past.any()) else first_prompt
     edges = sorted({0, first_prompt, first_new, num_seqs})

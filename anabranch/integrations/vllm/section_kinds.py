@@ -9,14 +9,18 @@ import torch
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.query_sections import Bounds
 
+MANY_TOKENS = 8192
+
 
 def section_kinds(
     *, max_tokens: int, max_seqs: int, decode_tokens: int, table: torch.Tensor
 ) -> Iterator[BatchMetadata]:
     """Batches of one section each; `table` has the width and device of a batch's own.
 
-    Tiles are selected by queries and sequences, whose powers of two meet every kind.
+    Tiles are selected by queries and sequences, whose powers of two meet every kind; those of more
+    than MANY_TOKENS are the same for all.
     """
+    max_tokens = min(max_tokens, MANY_TOKENS)
     prompts = [size for size in _powers_of_two(max_tokens) if size > decode_tokens]
     for q_len in sorted({1, decode_tokens, *prompts}):
         for num_seqs in _powers_of_two(min(max_seqs, max_tokens // q_len)):

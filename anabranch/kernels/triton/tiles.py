@@ -244,8 +244,7 @@ def attend_pair(
     if rules.sinks is not None:
         logits = tl.load(rules.sinks + heads, row_mask & is_first, other=float("-inf"))
         peak, total = sink_state(logits.to(tl.float32))
-    # The scale of a tensor of codes is multiplied into the sum over all tiles, and prior states have
-    # none.
+    # The one scale of codes is multiplied into the sum over all tiles; prior states have none.
     LATE: tl.constexpr = C.source.v_words and C.source.v_format.scaling == "tensor"
     if C.num_priors > 0 and not LATE:
         peak, total, acc = resume(
