@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 from typing import Any
 
+import pytest
 import torch
 from tolerance import assert_state_close
 
@@ -23,6 +24,18 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 UNUSED_PAGE = 1 << 30  # reading it would fault
 FP8_SCALE = 0.02  # covers numbers up to 9
 SOURCES = ["dense", "ragged", "paged", "paged in order", "paged by heads", "paged k|v"]
+
+
+GPU = pytest.mark.gpu
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
+every_producer = pytest.mark.parametrize(
+    ("impl", "device"),
+    [
+        ("torch", "cpu"),
+        pytest.param("triton", "cpu", marks=ON_CPU),
+        pytest.param("triton", "cuda", marks=GPU),
+    ],
+)
 
 
 @dataclass(frozen=True)

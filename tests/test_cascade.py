@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import UNUSED_PAGE, Case, assert_right, integers, starts
+from cases import GPU, UNUSED_PAGE, Case, assert_right, every_producer, integers, starts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,16 +19,6 @@ from anabranch import (
     make_draft_tree,
 )
 
-GPU = pytest.mark.gpu
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
-every_producer = pytest.mark.parametrize(
-    ("impl", "device"),
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=ON_CPU),
-        pytest.param("triton", "cuda", marks=GPU),
-    ],
-)
 NUM_PAGES, SIZE = 60, 4
 # Rows of pages: three levels over six sequences, a sequence alone, and an empty one.
 ROWS = [

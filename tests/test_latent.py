@@ -7,22 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_right, integers, make_inputs
+from cases import GPU, ON_CPU, Case, assert_right, every_producer, integers, make_inputs
 
 from anabranch import AttentionState, LatentKV, append_kv, attend, make_plan, merge
 from anabranch.kernels.config import AttendConfig, select_attend
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
-GPU = pytest.mark.gpu
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
-every_implementation = pytest.mark.parametrize(
-    ("impl", "device"),
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=ON_CPU),
-        pytest.param("triton", "cuda", marks=GPU),
-    ],
-)
 LATENT = Case(source="latent", num_kv_heads=1, dims=(48, 32), group=16, padding=1)
 MIXED = {"q_lens": (1, 8, 0, 3, 2), "k_lens": (70, 33, 5, 1, 0)}
 FEW_ROWS = AttendConfig(16, 32, 4, 2, 2, keys_first=True)
@@ -42,7 +32,7 @@ def check(case: Case, impl: str, **given: object) -> None:
     assert_right(attend(q, keys, plan=plan, impl=impl, check=True, **options), q, keys, options)
 
 
-@every_implementation
+@every_producer
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
 @pytest.mark.parametrize("num_heads", [1, 7, 16, 128])
 def test_pages_and_heads(num_heads: int, page_size: int, impl: str, device: str) -> None:
@@ -52,7 +42,7 @@ def test_pages_and_heads(num_heads: int, page_size: int, impl: str, device: str)
     check(replace(case, **lengths), impl)
 
 
-@every_implementation
+@every_producer
 @pytest.mark.parametrize(
     "dims", [(576, 512), (320, 256), (288, 256), (40, 24), (72, 72), (128, 64)], ids=str
 )
@@ -86,7 +76,7 @@ def test_bfloat16(num_heads: int, page_size: int) -> None:
     check(replace(case, device="cuda", **lengths), "triton")
 
 
-@every_implementation
+@every_producer
 @pytest.mark.parametrize(
     "options",
     [{"window": 9}, {"sinks": True, "causal": False}, {"softcap": 5.0}, {"tree_width": 3}],
@@ -133,7 +123,7 @@ def replace_table(keys: LatentKV, table: torch.Tensor, seq_lens: torch.Tensor) -
     return LatentKV(keys.cache, table, seq_lens, keys.head_dim_v)
 
 
-@every_implementation
+@every_producer
 def test_parts_merge_to_the_whole(impl: str, device: str) -> None:
     """States over the first pages and over the rest, merged."""
     case = replace(LATENT, q_lens=(1, 1), k_lens=(40, 37), causal=False, padding=0, device=device)
@@ -144,7 +134,7 @@ def test_parts_merge_to_the_whole(impl: str, device: str) -> None:
     assert_right(AttentionState(*merge(*parts)), q, keys, options)
 
 
-@every_implementation
+@every_producer
 def test_compiled_whole(impl: str, device: str) -> None:
     case = replace(LATENT, q_lens=(1, 1), k_lens=(9, 20), padding=0, device=device)
     q, keys, options = make_inputs(case, 0)
@@ -175,7 +165,7 @@ def test_graph_replays_with_other_lengths() -> None:
         assert_right(state, q, keys, options)
 
 
-@every_implementation
+@every_producer
 @pytest.mark.parametrize("num_tokens", [0, 1, 23])
 def test_append(num_tokens: int, impl: str, device: str) -> None:
     cache = torch.full((4, 8, 40), torch.nan, dtype=HALF, device=device)

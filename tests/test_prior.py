@@ -8,21 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import UNUSED_PAGE, Case, assert_right, make_inputs
+from cases import GPU, UNUSED_PAGE, Case, assert_right, every_producer, make_inputs
 
 from anabranch import AttentionState, PagedKV, attend, make_plan, merge, reference
 from anabranch.kernels.config import AttendConfig
 
-GPU = pytest.mark.gpu
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
-every_producer = pytest.mark.parametrize(
-    ("impl", "device"),
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=ON_CPU),
-        pytest.param("triton", "cuda", marks=GPU),
-    ],
-)
 CUT = AttendConfig(16, 16, 4, 2, 4, fan_in=2, merge_batch=1, block_price=1)  # blocks leave parts
 # The fourth sequence has no keys, the third and the fifth none beside those of the prior states.
 BASE = Case(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, integers, make_inputs, make_keys
+from cases import GPU, Case, every_producer, integers, make_inputs, make_keys
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tolerance import assert_state_close
@@ -17,16 +17,6 @@ from anabranch.kernels.config import AttendConfig
 from anabranch.keys import KeySource, flatten_source, rebuild_source
 
 HALF, SINGLE = torch.float16, torch.float32
-GPU = pytest.mark.gpu
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
-every_producer = pytest.mark.parametrize(
-    ("impl", "device"),
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=ON_CPU),
-        pytest.param("triton", "cuda", marks=GPU),
-    ],
-)
 CUT = AttendConfig(16, 16, 4, 2, 4, fan_in=2, merge_batch=1, block_price=1)  # lists leave parts
 
 

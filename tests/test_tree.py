@@ -7,22 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case, assert_right, integers, make_inputs, starts
+from cases import GPU, Case, assert_right, every_producer, integers, make_inputs, starts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import AttentionState, attend, make_draft_tree, reference
-
-GPU = pytest.mark.gpu
-ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled for the GPU here")
-every_producer = pytest.mark.parametrize(
-    ("impl", "device"),
-    [
-        ("torch", "cpu"),
-        pytest.param("triton", "cpu", marks=ON_CPU),
-        pytest.param("triton", "cuda", marks=GPU),
-    ],
-)
 
 
 def draw_parents(size: int, seed: int = 0) -> list[int]:

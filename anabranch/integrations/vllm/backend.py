@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -14,9 +14,9 @@ from anabranch.integrations.vllm.compat import (
     describe_constants,
 )
 from anabranch.integrations.vllm.context_ranks import attend_across_ranks, find_ranks
+from anabranch.integrations.vllm.declared_backend import DeclaredBackend
 from anabranch.integrations.vllm.layer_attention import attend_batch
 from anabranch.integrations.vllm.layer_options import (
-    CACHE_DTYPES,
     FP8_DTYPES,
     LayerOptions,
     refusal,
@@ -124,19 +124,10 @@ class AnabranchAttention(_interface.AttentionImpl):
         return output
 
 
-class AnabranchBackend(DeclaredCache, _interface.AttentionBackend):
+class AnabranchBackend(DeclaredBackend, DeclaredCache, _interface.AttentionBackend):
     """What the backend supports, as vLLM asks before it builds a model."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        dtype for dtype in CACHE_DTYPES.values() if dtype
-    ]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_DTYPES, *FP8_DTYPES]
     forward_includes_kv_cache_update: bool = False
-
-    @staticmethod
-    def get_name() -> str:
-        """The name it is selected by."""
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[AnabranchAttention]:
@@ -147,16 +138,6 @@ class AnabranchBackend(DeclaredCache, _interface.AttentionBackend):
     def get_builder_cls() -> type[AnabranchMetadataBuilder]:
         """The builder of a step's metadata."""
         return AnabranchMetadataBuilder
-
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Any would do; vLLM takes the least for layers with windows, and small pages are slow."""
-        return [_interface.MultipleOf(16)]
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        """Any; one that does not fit is refused by its value, in supports_combination."""
-        return True
 
     @classmethod
     def supports_sink(cls) -> bool:

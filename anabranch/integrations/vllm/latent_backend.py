@@ -6,18 +6,18 @@ decoding, queries absorbed into the latent space, is ours.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from anabranch.integrations.vllm.compat import (
-    attention_interface,
     describe_constants,
     latent_interface,
 )
+from anabranch.integrations.vllm.declared_backend import DeclaredBackend
 from anabranch.integrations.vllm.latent_layer import LatentPages, attend_latent_batch
 from anabranch.integrations.vllm.latent_metadata import AnabranchLatentMetadataBuilder
-from anabranch.integrations.vllm.layer_options import CACHE_DTYPES, FP8_DTYPES, latent_refusal
+from anabranch.integrations.vllm.layer_options import FP8_DTYPES, latent_refusal
 
 _interface = latent_interface()
 describe_constants()
@@ -92,18 +92,8 @@ class AnabranchLatentAttention(_interface.MLACommonImpl):
         return LatentPages(kv_cache, self.kv_lora_rank, scale if is_fp8 else None, dtype)
 
 
-class AnabranchLatentBackend(_interface.MLACommonBackend):
+class AnabranchLatentBackend(DeclaredBackend, _interface.MLACommonBackend):
     """What the backend supports, as vLLM asks before it builds a model."""
-
-    supported_dtypes: ClassVar[list[torch.dtype]] = [
-        dtype for dtype in CACHE_DTYPES.values() if dtype
-    ]
-    supported_kv_cache_dtypes: ClassVar[list[str]] = [*CACHE_DTYPES, *FP8_DTYPES]
-
-    @staticmethod
-    def get_name() -> str:
-        """The name it is selected by."""
-        return "CUSTOM"
 
     @staticmethod
     def get_impl_cls() -> type[AnabranchLatentAttention]:
@@ -115,20 +105,10 @@ class AnabranchLatentBackend(_interface.MLACommonBackend):
         """The builder of a step's metadata."""
         return AnabranchLatentMetadataBuilder
 
-    @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Any would do; small pages are slow."""
-        return [attention_interface().MultipleOf(16)]
-
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
         """A tile of the kernel for Hopper, and what vLLM's own backends use."""
         return 64
-
-    @classmethod
-    def supports_head_size(cls, head_size: int) -> bool:
-        """Any; one that does not fit is refused by its value, in supports_combination."""
-        return True
 
     @classmethod
     def supports_combination(

@@ -261,6 +261,7 @@ def with_sinks(constants: AttendConstants) -> AttendConstants:
     return replace(constants, leaves_empty=False) if constants.leaves_empty else constants
 
 
+@cache
 def with_priors(constants: AttendConstants, num_priors: int) -> AttendConstants:
     """The constants for a call that goes on from so many states, which every row then has."""
     return replace(constants, num_priors=num_priors, leaves_empty=False)
