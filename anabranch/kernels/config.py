@@ -10,6 +10,7 @@ WIDE = 256  # columns beyond which queries alone may fill a GPU's shared memory
 
 
 def power_of_two(size: int) -> int:
+    """The next one. Triton's own function is one of the compiler's, and takes 14 us on the host."""
     return 1 << (size - 1).bit_length()
 
 

@@ -6,10 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.config import select_merge
+from anabranch.kernels.config import power_of_two, select_merge
 from anabranch.kernels.triton.addressing import Rows, store_arguments
 from anabranch.kernels.triton.codec import encode_rows
-from anabranch.kernels.triton.runtime import device_refusal, power_of_two
+from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.keys import PLAIN, KeyStore
 
 

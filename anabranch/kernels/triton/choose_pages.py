@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.kernels.config import power_of_two
+
 BLOCK = 32  # pages that one program scores
 FEW_WARPS = 4096  # pages of a sequence up to which four warps hold all scores
 
@@ -27,7 +29,7 @@ def renew_bounds(
     renew_bounds_kernel[num_tokens, num_kv_heads](
         low, high, k, *k.stride(), slot_mapping, num_tokens,
         NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=size,
-        BLOCK_D=triton.next_power_of_2(dim), BLOCK_N=triton.next_power_of_2(size), num_warps=4,
+        BLOCK_D=power_of_two(dim), BLOCK_N=power_of_two(size), num_warps=4,
     )  # fmt: skip
 
 
@@ -56,12 +58,12 @@ def choose_pages(
     score_pages_kernel[rows, triton.cdiv(width, BLOCK)](
         q, q.stride(0), q.stride(1), low, high, page_table, page_table.stride(0), seq_lens,
         scores, width, NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=dim,
-        PAGE_SIZE=page_size, BLOCK_D=triton.next_power_of_2(dim), BLOCK=BLOCK, num_warps=4,
+        PAGE_SIZE=page_size, BLOCK_D=power_of_two(dim), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     pick_pages_kernel[rows,](
         scores, page_table, page_table.stride(0), seq_lens, table, width, table.shape[1],
         page_step, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size,
-        BLOCK_P=triton.next_power_of_2(width), num_warps=4 if width <= FEW_WARPS else 16,
+        BLOCK_P=power_of_two(width), num_warps=4 if width <= FEW_WARPS else 16,
     )  # fmt: skip
     return table
 

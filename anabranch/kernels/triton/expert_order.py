@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.kernels.config import power_of_two
+
 BLOCK = 1024  # rows looked at once
 
 
@@ -25,7 +27,7 @@ def order_experts(
         order,
         starts,
         experts.shape[0],
-        BLOCK=min(BLOCK, max(triton.next_power_of_2(experts.shape[0]), 16)),
+        BLOCK=min(BLOCK, max(power_of_two(experts.shape[0]), 16)),
         num_warps=4,
     )
 

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.kernels.config import power_of_two
 from anabranch.kernels.expert_config import ExpertConfig
 
 
@@ -66,7 +67,7 @@ def _launch(
         num_experts,
         K=x.shape[1],
         TOP_K=top_k,
-        EXPERTS=triton.next_power_of_2(num_experts),
+        EXPERTS=power_of_two(num_experts),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
         BLOCK_K=config.block_k,

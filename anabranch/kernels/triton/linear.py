@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from anabranch.kernels.config import power_of_two
 from anabranch.kernels.linear_config import LinearConfig, every_linear_config, fit_linear
 
 
@@ -38,7 +39,7 @@ def linear(
         n,
         K=k,
         BLOCK_N=config.block_n,
-        BLOCK_K=min(config.block_k, triton.next_power_of_2(k)),
+        BLOCK_K=min(config.block_k, power_of_two(k)),
         GATED=gated,
         OVERLAP=config.overlap,
         num_warps=config.num_warps,

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.config import select_merge
+from anabranch.kernels.config import power_of_two, select_merge
 from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_part
-from anabranch.kernels.triton.runtime import power_of_two, require_triton_device
+from anabranch.kernels.triton.runtime import require_triton_device
 from anabranch.state import AttentionState
 
 

@@ -11,11 +11,6 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
-def power_of_two(size: int) -> int:
-    """The next one. Triton's own function is one of the compiler's, and takes 14 us on the host."""
-    return 1 << (size - 1).bit_length()
-
-
 def device_refusal(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device; None if they can."""
     if device.type == "cpu" and not interpreting():
