@@ -12,11 +12,13 @@ import argparse
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from vllm_backend import Phase, engine_options
 from vllm_engine import Case, Engine
 
@@ -24,10 +26,14 @@ from anabranch.bench.engine.latency import full_batch_ms
 from anabranch.bench.engine.workload import random_prompts
 from anabranch.bench.results import begin_results
 from anabranch.bench.timing import release_memory
-from anabranch.cli.step_times import record_steps
+from anabranch.cli.step_times import RecordedStats
 from anabranch.engine.llm import LLM
 from anabranch.sampling.params import SamplingParams
 
+# Tokens are drawn: with random weights, the most probable one would soon be the same in all
+# sequences, and a few experts would have all of them.
+TEMPERATURE = 1.0
+PROFILED = (42, 58)  # steps: prompts are done, and no sequence is
 # The first list with a word that occurs in the name of a kernel is the share it counts for.
 SHARES = {
     "experts": ("expert", "topk", "TopK", "radixSort", "scatter"),
@@ -35,33 +41,44 @@ SHARES = {
 }
 
 
-def our_steps(llm: LLM, case: Case, num_tokens: int, seed: int) -> list[float]:
+@dataclass(slots=True)
+class ProfiledStats(RecordedStats):
+    """Counts of an engine that is profiled in some of its steps."""
+
+    profiler: profile = field(default_factory=lambda: profile(activities=[ProfilerActivity.CUDA]))
+
+    def add_times(self, times: dict[str, float]) -> None:
+        """Of one step."""
+        RecordedStats.add_times(self, times)
+        if len(self.steps) in PROFILED:
+            torch.cuda.synchronize()
+            (self.profiler.start if len(self.steps) == PROFILED[0] else self.profiler.stop)()
+
+
+def our_steps(
+    llm: LLM, case: Case, num_tokens: int, seed: int, stats: RecordedStats
+) -> list[float]:
     """Milliseconds between steps in which all sequences decode."""
-    stats = record_steps(llm)
-    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True)
+    llm.engine.stats = stats
+    params = SamplingParams(temperature=TEMPERATURE, max_tokens=num_tokens, ignore_eos=True)
     prompts = random_prompts(case.num_seqs, case.prompt, llm.engine.vocab_size, seed)
     return full_batch_ms(llm.generate(prompts, params), stats)
 
 
 def shares(llm: LLM, case: Case, num_tokens: int) -> dict[str, float]:
-    """Milliseconds of kernels of each share, in a step of decoding."""
-    few, many = (_kernel_ms(llm, case, tokens) for tokens in (2, 2 + num_tokens))
-    names = many.keys() | few.keys()
-    return {name: (many.get(name, 0.0) - few.get(name, 0.0)) / num_tokens for name in names}
-
-
-def _kernel_ms(llm: LLM, case: Case, num_tokens: int) -> dict[str, float]:
-    """Milliseconds of kernels over a whole batch of fixed prompts."""
-    from torch.profiler import ProfilerActivity, profile
-
-    our_steps(llm, case, num_tokens, seed=0)
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        our_steps(llm, case, num_tokens, seed=0)
-        torch.cuda.synchronize()
+    """Milliseconds of kernels of each share, in a step in which all sequences decode."""
+    stats = ProfiledStats()
+    our_steps(llm, case, num_tokens, 0, stats)
     found = dict.fromkeys([*SHARES, "rest"], 0.0)
-    for event in profiler.key_averages():
-        kinds = (kind for kind, words in SHARES.items() if any(w in event.key for w in words))
-        found[next(kinds, "rest")] += event.self_device_time_total / 1e3
+    kernels = {
+        event.key: event.self_device_time_total / 1e3 / (PROFILED[1] - PROFILED[0])
+        for event in stats.profiler.key_averages()
+    }
+    for key, ms in kernels.items():
+        kinds = (kind for kind, words in SHARES.items() if any(w in key for w in words))
+        found[next(kinds, "rest")] += ms
+    for key, ms in sorted(kernels.items(), key=lambda item: -item[1])[:16]:
+        print(f"{ms:9.3f} ms  {key[:90]}")
     return found
 
 
@@ -79,12 +96,14 @@ def run_ours(given: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str,
     print(f"the engine started in {time.perf_counter() - begin:.1f} s", flush=True)
     rows: list[dict[str, Any]] = []
     for case in cases:
-        our_steps(llm, case, 6, seed=99)
+        our_steps(llm, case, 6, 99, RecordedStats())
         steps = [
-            x for turn in range(given.rounds) for x in our_steps(llm, case, given.tokens, turn)
+            step
+            for turn in range(given.rounds)
+            for step in our_steps(llm, case, given.tokens, turn, RecordedStats())
         ]
         row = {"case": str(case), "engine": "anabranch", "step_ms": median(steps)}
-        rows.append(row | {"shares": shares(llm, case, 16)})
+        rows.append(row | {"shares": shares(llm, case, given.tokens)})
         print(rows[-1], flush=True)
     return rows
 
@@ -100,9 +119,9 @@ def run_vllm(given: argparse.Namespace, cases: list[Case], folder: Path) -> list
         print(engine.receive(seconds_left(given)), flush=True)
         rows: list[dict[str, Any]] = []
         for case in cases:
-            engine.run(case, 6, 0, seconds_left(given))
+            engine.run(case, 6, 0, seconds_left(given), TEMPERATURE)
             found = [
-                engine.run(case, given.tokens, turn + 1, seconds_left(given))
+                engine.run(case, given.tokens, turn + 1, seconds_left(given), TEMPERATURE)
                 for turn in range(given.rounds)
             ]
             step = median(one["step_ms"] for one in found)

@@ -62,7 +62,9 @@ def serve(connection: Connection, log: str, options: dict[str, Any]) -> None:
             connection.send({"error": repr(error)})
 
 
-def run_case(llm: Any, case: Case, num_tokens: int, seed: int) -> dict[str, float]:
+def run_case(
+    llm: Any, case: Case, num_tokens: int, seed: int, temperature: float
+) -> dict[str, float]:
     """Milliseconds until all prompts have a token, of a step with all sequences, and in all."""
     import torch
     from vllm import SamplingParams
@@ -70,7 +72,9 @@ def run_case(llm: Any, case: Case, num_tokens: int, seed: int) -> dict[str, floa
     generator = torch.Generator().manual_seed(seed)
     shape = (case.num_seqs, case.prompt)
     prompts = torch.randint(100, 30000, shape, generator=generator).tolist()
-    params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+    params = SamplingParams(
+        temperature=temperature, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+    )
     core = llm.llm_engine.engine_core
     fetch, arrivals = core.get_output, []
 
@@ -151,9 +155,11 @@ class Engine:
         tail = [line[:240] for line in lines[-40:]]
         raise SystemExit(f"{self.backend}: {why}\n" + "\n".join(tail))
 
-    def run(self, case: Case, num_tokens: int, seed: int, seconds: float) -> dict[str, Any]:
+    def run(
+        self, case: Case, num_tokens: int, seed: int, seconds: float, temperature: float = 0.0
+    ) -> dict[str, Any]:
         """One case."""
-        self.connection.send((case, num_tokens, seed))
+        self.connection.send((case, num_tokens, seed, temperature))
         return self.receive(seconds)
 
     def stop(self) -> None:

@@ -64,6 +64,31 @@ def hidden_zero(count):
 
 
 @gluon.jit
+def pack_weights(weights, dtype: gl.constexpr):
+    """Weights [ROWS, KEYS] in 16 bits, two keys a word [ROWS, KEYS / 2]: as words they go through
+    the loop. As halves, LLVM takes them apart and has to join them again in every tile.
+    """
+    HALF: gl.constexpr = weights.shape[1] // 2
+    halves = weights.to(dtype).to(gl.int16, bitcast=True)
+    even, odd = gl.split(gl.reshape(halves, [weights.shape[0], HALF, 2]))
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def unpack_weights(words, acc, dtype: gl.constexpr):
+    """The weights as the left operand of a product that is added to `acc`."""
+    even, odd = gl.inline_asm_elementwise(
+        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True,
+        pack=1,
+    )  # fmt: skip
+    halves = gl.reshape(gl.join(even, odd), [words.shape[0], 2 * words.shape[1]])
+    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return gl.convert_layout(halves.to(dtype, bitcast=True), layout)
+
+
+@gluon.jit
 def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     """Barriers in shared memory, each complete after COUNT arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUM, 1], mbarrier.MBarrierLayout())

@@ -25,6 +25,9 @@ from anabranch.kernels.gluon.barriers import (
     bar_sync,
     exp2,
     hidden_zero,
+    pack_weights,
+    uniform,
+    unpack_weights,
 )
 from anabranch.kernels.gluon.finish import finish_item
 from anabranch.kernels.gluon.order import read_item
@@ -52,15 +55,16 @@ def issue_scores(q, q_main, k, slot, zero, C: gl.constexpr, WG: gl.constexpr):
 
 
 @gluon.jit
-def issue_values(p, v, slot, acc, C: gl.constexpr):
-    """Add the weighted values of one tile to the accumulator, under way."""
+def issue_values(words, v, slot, acc, C: gl.constexpr):
+    """Add the weighted values of one tile to the accumulator, under way; and their operand."""
+    p = unpack_weights(words, acc[0], v[0].dtype)
     main = warpgroup_mma(p, v[0].index(slot), acc[0], is_async=True)
     rest = acc[1]
     if C.dv_rest:
         layout: gl.constexpr = gl.DotOperandLayout(0, acc[1].type.layout, 2)
         p = gl.convert_layout(p, layout, assert_trivial=True)
         rest = warpgroup_mma(p, v[1].index(slot), rest, is_async=True)
-    return main, rest
+    return (main, rest), p
 
 
 @gluon.jit
@@ -126,14 +130,14 @@ def attend_tile(
 
     `done` tiles of V are finished by this warpgroup, `count` of this item are scored.
     """
-    acc, p, total, peak = state
+    acc, words, total, peak = state
     _, _, k_full, v_full = bars
     slot = (done + 1) % C.stages
     value_slot = done % C.stages
     zero = hidden_zero(done) if C.dk_rest else 0
     scores = issue_scores(q, q_main, k, slot, zero, C, WG)
     mbarrier.wait(v_full.index(value_slot), (done // C.stages) & 1)
-    acc = issue_values(p, v, value_slot, acc, C)
+    acc, p = issue_values(words, v, value_slot, acc, C)
     scores = warpgroup_mma_wait(2 if C.dv_rest else 1, [scores])
     bar_arrive(K_FREE + slot, PAIR_AND_PRODUCER)
     scores = logits_of(scores, tile, tokens, span, full, rules, tree_rows, tree_width, C)
@@ -155,9 +159,7 @@ def attend_tile(
         main, p, weights = warpgroup_mma_wait(0, [acc[0], p, weights])
         acc = (main, acc[1])
     bar_arrive(V_FREE + value_slot, PAIR_AND_PRODUCER)
-    layout: gl.constexpr = gl.DotOperandLayout(0, acc[0].type.layout, 2)
-    p = gl.convert_layout(weights.to(v[0].dtype), layout)
-    return rescaled(acc, alpha, C), p, total, new_peak
+    return rescaled(acc, alpha, C), pack_weights(weights, v[0].dtype), total, new_peak
 
 
 @gluon.jit
@@ -203,6 +205,44 @@ def first_weights(q, q_main, k, bars, done, tile, tokens, span, rules, tree_rows
 
 
 @gluon.jit
+def pass_items(
+    v, bars, queue, order_ptr, ticket, taken, done, C: gl.constexpr, WG: gl.constexpr
+):  # fmt: skip
+    """Go on to the next item that has rows for this consumer: the ticket, items and tiles begun.
+
+    Tiles of the others are freed as `consume` does it. Each is waited for: a second arrival before
+    the producer's would be one too many.
+    """
+    q_full, q_empty, k_full, v_full = bars
+    while has_no_rows(order_ptr, ticket, C, WG):
+        _, _, _, _, seq_len, first_tile, num_tiles = read_item(order_ptr, ticket // C.num_packs)
+        last_tile = first_tile + num_tiles - 1
+        mbarrier.wait(q_full.index(WG), taken & 1)
+        mbarrier.arrive(q_empty.index(WG))
+        clear_tail(v, v_full, done, seq_len - last_tile * C.block_n, C, WG)
+        for _ in range(0, num_tiles):
+            slot = done % C.stages
+            phase = (done // C.stages) & 1
+            mbarrier.wait(k_full.index(slot), phase)
+            bar_arrive(K_FREE + slot, PAIR_AND_PRODUCER)
+            mbarrier.wait(v_full.index(slot), phase)
+            bar_arrive(V_FREE + slot, PAIR_AND_PRODUCER)
+            done += 1
+        ticket = next_ticket(queue, taken, 4)
+        taken += 1
+    return ticket, taken, done
+
+
+@gluon.jit
+def has_no_rows(order_ptr, ticket, C: gl.constexpr, WG: gl.constexpr):
+    """Whether all rows of an item are the first consumer's."""
+    item = gl.maximum(ticket, 0) // C.num_packs
+    _, first_row, _, q_len, _, _, _ = read_item(order_ptr, item)
+    idle = (ticket >= 0) & (first_row + WG * 64 >= q_len * C.pack)
+    return uniform(idle.to(gl.int32)) != 0
+
+
+@gluon.jit
 def consume(
     q, k, v, staging, bars, queue, out_desc, order_ptr, rules, tree_ptr, tree_width, sinks_ptr,
     out_rows, lse_rows, parts, C: gl.constexpr, WG: gl.constexpr,
@@ -219,6 +259,8 @@ def consume(
     done = 0  # tiles of V finished
     taken = 0  # items begun
     ticket = first_ticket(order_ptr, C)
+    if WG == 1:
+        ticket, taken, done = pass_items(v, bars, queue, order_ptr, ticket, taken, done, C, WG)
     while ticket >= 0:
         item = ticket // C.num_packs
         _, first_row, q_start, q_len, seq_len, first_tile, num_tiles = read_item(order_ptr, item)
@@ -248,7 +290,7 @@ def consume(
             q, q_main, k, bars, done, last_tile, tokens, span, rules, tree_rows, tree_width, C, WG
         )
         total = thread_sums(weights, C)
-        p = gl.convert_layout(weights.to(v[0].dtype), gl.DotOperandLayout(0, main_layout, 2))
+        words = pack_weights(weights, v[0].dtype)
         acc_main = gl.zeros([64, MAIN], gl.float32, main_layout)
         acc_rest = gl.zeros([64, REST], gl.float32, rest_layout) if C.dv_rest else 0
         acc = (acc_main, acc_rest)
@@ -256,20 +298,20 @@ def consume(
         mbarrier.wait(
             k_full.index((done + 1) % C.stages), ((done + 1) // C.stages) & 1, pred=num_tiles > 1
         )
-        state = (acc, p, total, peak)
+        state = (acc, words, total, peak)
         for count in range(1, num_tiles):
             state = attend_tile(
                 q, q_main, k, v, bars, state, done, count, num_tiles, last_tile - count, tokens,
                 span, full, rules, tree_rows, tree_width, C, WG,
             )  # fmt: skip
             done += 1
-        acc, p, total, peak = state
+        acc, words, total, peak = state
         if not C.frees_queries_early:
             mbarrier.arrive(q_empty.index(WG))
 
         value_slot = done % C.stages
         mbarrier.wait(v_full.index(value_slot), (done // C.stages) & 1)
-        acc = issue_values(p, v, value_slot, acc, C)
+        acc, p = issue_values(words, v, value_slot, acc, C)
         this = ticket
         ticket = next_ticket(queue, taken, 4)
         if C.dv_rest:
@@ -285,4 +327,6 @@ def consume(
             acc, gl.convert_layout(gl.sum(total, 1), row_layout), peak * base2_scale(rules), this,
             staging, out_desc, order_ptr, sinks_ptr, out_rows, lse_rows, parts, C, WG,
         )  # fmt: skip
+        if WG == 1:
+            ticket, taken, done = pass_items(v, bars, queue, order_ptr, ticket, taken, done, C, WG)
     tma.store_wait(0)
