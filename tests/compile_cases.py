@@ -21,7 +21,12 @@ from traceback import format_exc
 
 import torch
 from configurations import every_attend_config
-from hot_loop import loops_stay_in_registers, serialised, waits_after_exponentials
+from hot_loop import (
+    loops_join_no_halves,
+    loops_stay_in_registers,
+    serialised,
+    waits_after_exponentials,
+)
 from triton import knobs
 
 from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
@@ -530,8 +535,8 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
 }
 # What the loops of a warp-specialised kernel must do, by its name
 LOOPS = {
-    "attend_kernel": waits_after_exponentials,
-    "attend_latent_kernel": loops_stay_in_registers,
+    "attend_kernel": (waits_after_exponentials, loops_join_no_halves),
+    "attend_latent_kernel": (loops_stay_in_registers,),
 }
 
 
@@ -551,8 +556,8 @@ def compiled_cases(module: str, target: str, names: list[str]) -> Iterator[dict[
             found = {"case": case, **asdict(resources(compiled))}
             if launch.kernel.is_gluon():
                 found["serialised"] = serialised(log.getvalue())
-                check = LOOPS[launch.kernel.__name__]
-                found[check.__name__] = check(compiled.asm["cubin"])
+                for check in LOOPS[launch.kernel.__name__]:
+                    found[check.__name__] = check(compiled.asm["cubin"])
             yield found
 
 

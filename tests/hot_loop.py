@@ -43,6 +43,17 @@ def loops_stay_in_registers(cubin: bytes) -> bool:
     return not any(re.search(r"\b(LDL|STL)\b", line) for body in loops[:2] for line in body)
 
 
+def loops_join_no_halves(cubin: bytes) -> bool:
+    """Whether weights stay packed in pairs from one tile to the next: a byte permutation in the
+    loop of a consumer joins two of them."""
+    loops = (
+        body
+        for body in _loops(_disassembled(cubin))
+        if any(re.search(r"DEPBAR.LE gsb0, 0x[12]", line) for line in body)
+    )
+    return not any("PRMT" in line for body in sorted(loops, key=len)[:2] for line in body)
+
+
 def _disassembled(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -182,6 +182,7 @@ def test_kernels_fit(module: str, target: str, compiler: Compiler) -> None:
             assert case["waits"], f"{case['case']} reads before the kernel ahead has ended"
         assert not case.get("serialised"), case
         assert case.get("waits_after_exponentials", True), case
+        assert case.get("loops_join_no_halves", True), case
         assert case.get("loops_stay_in_registers", True), case
     widths = {case["case"]: set(case["load_bytes"]) for case in cases}
     for name, expected in LOADS.get(module, {}).items():

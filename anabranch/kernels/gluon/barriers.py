@@ -64,28 +64,34 @@ def hidden_zero(count):
 
 
 @gluon.jit
-def pack_weights(weights, dtype: gl.constexpr):
-    """Weights [ROWS, KEYS] in 16 bits, two keys a word [ROWS, KEYS / 2]: as words they go through
-    the loop. As halves, LLVM takes them apart and has to join them again in every tile.
+def carry_weights(weights, acc, dtype: gl.constexpr, C: gl.constexpr):
+    """Weights [ROWS, KEYS] in 16 bits, for the product of the next tile.
+
+    Where blocks may be cut they go through the loop as words [ROWS, KEYS / 2]. As halves, LLVM
+    takes them apart there and joins them again in every tile: 32 of 766 instructions.
     """
-    HALF: gl.constexpr = weights.shape[1] // 2
-    halves = weights.to(dtype).to(gl.int16, bitcast=True)
-    even, odd = gl.split(gl.reshape(halves, [weights.shape[0], HALF, 2]))
-    return gl.inline_asm_elementwise(
-        "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1
-    )
+    if C.splits:
+        HALF: gl.constexpr = weights.shape[1] // 2
+        halves = weights.to(dtype).to(gl.int16, bitcast=True)
+        even, odd = gl.split(gl.reshape(halves, [weights.shape[0], HALF, 2]))
+        return gl.inline_asm_elementwise(
+            "mov.b32 $0, {$1, $2};", "=r,h,h", [even, odd], dtype=gl.int32, is_pure=True, pack=1
+        )
+    else:
+        return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, acc.type.layout, 2))
 
 
 @gluon.jit
-def unpack_weights(words, acc, dtype: gl.constexpr):
-    """The weights as the left operand of a product that is added to `acc`."""
-    even, odd = gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;", "=h,=h,r", [words], dtype=(gl.int16, gl.int16), is_pure=True,
-        pack=1,
-    )  # fmt: skip
-    halves = gl.reshape(gl.join(even, odd), [words.shape[0], 2 * words.shape[1]])
-    layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
-    return gl.convert_layout(halves.to(dtype, bitcast=True), layout)
+def carried_weights(carried, acc, dtype: gl.constexpr, C: gl.constexpr):
+    """What `carry_weights` returned, as the left operand of a product that is added to `acc`."""
+    if C.splits:
+        even = (carried & 0xFFFF).to(gl.int16)
+        odd = (carried >> 16).to(gl.int16)
+        halves = gl.reshape(gl.join(even, odd), [carried.shape[0], 2 * carried.shape[1]])
+        layout: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+        return gl.convert_layout(halves.to(dtype, bitcast=True), layout)
+    else:
+        return carried
 
 
 @gluon.jit

@@ -8,7 +8,6 @@ way.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -16,22 +15,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anabranch.kernels.gluon.barriers import (
-    CONSUMERS,
     K_FREE,
-    PAIR,
     PAIR_AND_PRODUCER,
     V_FREE,
     bar_arrive,
-    bar_sync,
+    carried_weights,
+    carry_weights,
     exp2,
     hidden_zero,
-    pack_weights,
-    uniform,
-    unpack_weights,
 )
 from anabranch.kernels.gluon.finish import finish_item
+from anabranch.kernels.gluon.idle import pass_items
 from anabranch.kernels.gluon.order import read_item
 from anabranch.kernels.gluon.queue import first_ticket, next_ticket
+from anabranch.kernels.gluon.tails import clear_tail
 from anabranch.kernels.triton.masks import seen_by_all, visible
 from anabranch.kernels.triton.online_softmax import LOG2_E, pivot_of
 from anabranch.kernels.triton.tiles import capped
@@ -55,9 +52,9 @@ def issue_scores(q, q_main, k, slot, zero, C: gl.constexpr, WG: gl.constexpr):
 
 
 @gluon.jit
-def issue_values(words, v, slot, acc, C: gl.constexpr):
+def issue_values(carried, v, slot, acc, C: gl.constexpr):
     """Add the weighted values of one tile to the accumulator, under way; and their operand."""
-    p = unpack_weights(words, acc[0], v[0].dtype)
+    p = carried_weights(carried, acc[0], v[0].dtype, C)
     main = warpgroup_mma(p, v[0].index(slot), acc[0], is_async=True)
     rest = acc[1]
     if C.dv_rest:
@@ -130,14 +127,14 @@ def attend_tile(
 
     `done` tiles of V are finished by this warpgroup, `count` of this item are scored.
     """
-    acc, words, total, peak = state
+    acc, carried, total, peak = state
     _, _, k_full, v_full = bars
     slot = (done + 1) % C.stages
     value_slot = done % C.stages
     zero = hidden_zero(done) if C.dk_rest else 0
     scores = issue_scores(q, q_main, k, slot, zero, C, WG)
     mbarrier.wait(v_full.index(value_slot), (done // C.stages) & 1)
-    acc, p = issue_values(words, v, value_slot, acc, C)
+    acc, p = issue_values(carried, v, value_slot, acc, C)
     scores = warpgroup_mma_wait(2 if C.dv_rest else 1, [scores])
     bar_arrive(K_FREE + slot, PAIR_AND_PRODUCER)
     scores = logits_of(scores, tile, tokens, span, full, rules, tree_rows, tree_width, C)
@@ -159,32 +156,8 @@ def attend_tile(
         main, p, weights = warpgroup_mma_wait(0, [acc[0], p, weights])
         acc = (main, acc[1])
     bar_arrive(V_FREE + value_slot, PAIR_AND_PRODUCER)
-    return rescaled(acc, alpha, C), pack_weights(weights, v[0].dtype), total, new_peak
-
-
-@gluon.jit
-def clear_rows(values, valid, C: gl.constexpr, WG: gl.constexpr):
-    """Zeros for the keys from `valid` on; each consumer clears half of the tile."""
-    HALF: gl.constexpr = C.block_n // 2
-    WIDTH: gl.constexpr = values.shape[1]
-    LANES: gl.constexpr = min(WIDTH // 8, 32)
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    half = values.slice(WG * HALF, HALF, 0)
-    keys = WG * HALF + gl.arange(0, HALF, gl.SliceLayout(1, layout))
-    half.store(gl.where((keys < valid)[:, None], half.load(layout), 0.0).to(values.dtype))
-
-
-@gluon.jit
-def clear_tail(v, v_full, done, valid, C: gl.constexpr, WG: gl.constexpr):
-    """Clear values past the end of the sequence: a weight of 0 times NaN would be NaN."""
-    if valid < C.block_n:
-        slot = done % C.stages
-        mbarrier.wait(v_full.index(slot), (done // C.stages) & 1)
-        clear_rows(v[0].index(slot), valid, C, WG)
-        if C.dv_rest:
-            clear_rows(v[1].index(slot), valid, C, WG)
-        fence_async_shared()
-        bar_sync(CONSUMERS, PAIR)
+    carried = carry_weights(weights, acc[0], v[0].dtype, C)
+    return rescaled(acc, alpha, C), carried, total, new_peak
 
 
 @gluon.jit
@@ -205,44 +178,6 @@ def first_weights(q, q_main, k, bars, done, tile, tokens, span, rules, tree_rows
 
 
 @gluon.jit
-def pass_items(
-    v, bars, queue, order_ptr, ticket, taken, done, C: gl.constexpr, WG: gl.constexpr
-):  # fmt: skip
-    """Go on to the next item that has rows for this consumer: the ticket, items and tiles begun.
-
-    Tiles of the others are freed as `consume` does it. Each is waited for: a second arrival before
-    the producer's would be one too many.
-    """
-    q_full, q_empty, k_full, v_full = bars
-    while has_no_rows(order_ptr, ticket, C, WG):
-        _, _, _, _, seq_len, first_tile, num_tiles = read_item(order_ptr, ticket // C.num_packs)
-        last_tile = first_tile + num_tiles - 1
-        mbarrier.wait(q_full.index(WG), taken & 1)
-        mbarrier.arrive(q_empty.index(WG))
-        clear_tail(v, v_full, done, seq_len - last_tile * C.block_n, C, WG)
-        for _ in range(0, num_tiles):
-            slot = done % C.stages
-            phase = (done // C.stages) & 1
-            mbarrier.wait(k_full.index(slot), phase)
-            bar_arrive(K_FREE + slot, PAIR_AND_PRODUCER)
-            mbarrier.wait(v_full.index(slot), phase)
-            bar_arrive(V_FREE + slot, PAIR_AND_PRODUCER)
-            done += 1
-        ticket = next_ticket(queue, taken, 4)
-        taken += 1
-    return ticket, taken, done
-
-
-@gluon.jit
-def has_no_rows(order_ptr, ticket, C: gl.constexpr, WG: gl.constexpr):
-    """Whether all rows of an item are the first consumer's."""
-    item = gl.maximum(ticket, 0) // C.num_packs
-    _, first_row, _, q_len, _, _, _ = read_item(order_ptr, item)
-    idle = (ticket >= 0) & (first_row + WG * 64 >= q_len * C.pack)
-    return uniform(idle.to(gl.int32)) != 0
-
-
-@gluon.jit
 def consume(
     q, k, v, staging, bars, queue, out_desc, order_ptr, rules, tree_ptr, tree_width, sinks_ptr,
     out_rows, lse_rows, parts, C: gl.constexpr, WG: gl.constexpr,
@@ -259,7 +194,7 @@ def consume(
     done = 0  # tiles of V finished
     taken = 0  # items begun
     ticket = first_ticket(order_ptr, C)
-    if WG == 1:
+    if WG == 1 and C.splits:
         ticket, taken, done = pass_items(v, bars, queue, order_ptr, ticket, taken, done, C, WG)
     while ticket >= 0:
         item = ticket // C.num_packs
@@ -290,28 +225,28 @@ def consume(
             q, q_main, k, bars, done, last_tile, tokens, span, rules, tree_rows, tree_width, C, WG
         )
         total = thread_sums(weights, C)
-        words = pack_weights(weights, v[0].dtype)
         acc_main = gl.zeros([64, MAIN], gl.float32, main_layout)
+        carried = carry_weights(weights, acc_main, v[0].dtype, C)
         acc_rest = gl.zeros([64, REST], gl.float32, rest_layout) if C.dv_rest else 0
         acc = (acc_main, acc_rest)
         clear_tail(v, v_full, done, seq_len - last_tile * C.block_n, C, WG)
         mbarrier.wait(
             k_full.index((done + 1) % C.stages), ((done + 1) // C.stages) & 1, pred=num_tiles > 1
         )
-        state = (acc, words, total, peak)
+        state = (acc, carried, total, peak)
         for count in range(1, num_tiles):
             state = attend_tile(
                 q, q_main, k, v, bars, state, done, count, num_tiles, last_tile - count, tokens,
                 span, full, rules, tree_rows, tree_width, C, WG,
             )  # fmt: skip
             done += 1
-        acc, words, total, peak = state
+        acc, carried, total, peak = state
         if not C.frees_queries_early:
             mbarrier.arrive(q_empty.index(WG))
 
         value_slot = done % C.stages
         mbarrier.wait(v_full.index(value_slot), (done // C.stages) & 1)
-        acc, p = issue_values(words, v, value_slot, acc, C)
+        acc, p = issue_values(carried, v, value_slot, acc, C)
         this = ticket
         ticket = next_ticket(queue, taken, 4)
         if C.dv_rest:
@@ -327,6 +262,6 @@ def consume(
             acc, gl.convert_layout(gl.sum(total, 1), row_layout), peak * base2_scale(rules), this,
             staging, out_desc, order_ptr, sinks_ptr, out_rows, lse_rows, parts, C, WG,
         )  # fmt: skip
-        if WG == 1:
+        if WG == 1 and C.splits:
             ticket, taken, done = pass_items(v, bars, queue, order_ptr, ticket, taken, done, C, WG)
     tma.store_wait(0)
