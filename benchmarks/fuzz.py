@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
+    warnings.simplefilter("ignore")  # of operations without a deterministic form
     if options.worker is not None:
         return work(options, device)
     start = time.time()

@@ -48,7 +48,7 @@ def select_layout(capability: tuple[int, int], num_sms: int) -> Layout:
     # head dim 128, FlashInfer in brackets: 256 x 16 one row of 128 2.17 (2.26); two rows of 256:
     # 613 x 48 7.02 (6.92), 4096 x 32 25.06 (25.10), 16384 x 32 94.64 and of 512 94.25 (94.57).
     # Not overlapping the launch ahead costs 0.3 to 0.7 more, streaming past the caches up to 14%.
-    # Flat states take 200 instructions for two vectors on sm_90, where two rows take 410.
+    # Flat states take 200 instructions for two vectors on sm_90, where two rows take about 375.
     resident = 2048 * num_sms
     return Layout(
         one_row_block=128,
