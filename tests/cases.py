@@ -228,8 +228,11 @@ def assert_right(
     keys: KeySource,
     options: dict[str, Any],
     expected: AttentionState | None = None,  # float64; by default the reference's
-) -> None:
-    """By the largest error of torch or a rounding: in a few rows torch may be right by luck."""
+) -> float:
+    """By the largest error of torch or a rounding: in a few rows torch may be right by luck.
+
+    Returns the largest error as a share of what is allowed.
+    """
     assert state.out.dtype == q.dtype
     expected = expected or reference.attend(q, keys, **options)
     expected = AttentionState(*(x.cpu() for x in expected))
@@ -244,4 +247,4 @@ def assert_right(
     for right, theirs, least in zip(expected, by_torch, roundings, strict=True):
         errors = (theirs.double() - right).nan_to_num(0.0, 0.0, 0.0).abs().flatten()
         off.append(right + torch.cat([errors, errors.new_tensor([least])]).amax())
-    assert_state_close(state, expected, AttentionState(*off))
+    return assert_state_close(state, expected, AttentionState(*off))

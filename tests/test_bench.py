@@ -54,7 +54,10 @@ def test_cases_are_well_formed(bench: str, device: str) -> None:
 
 
 def test_merge_grid_is_whole() -> None:
-    assert len(merge_cases()) == 7 * 3 * 3
+    assert len([case for case in merge_cases() if "grid" in case.groups]) == 7 * 3 * 3
+    cached = cases_of("merge", "cuda", pattern="cached")
+    assert len(cached) == len({case.name.removesuffix(" warm") for case in cached}) * 2 == 12
+    assert {len(make_inputs(case, CPU).pairs) for case in cached if case.warm} == {1}
     assert MergeCase(16384, 32).work == 3 * 16384 * 32 * (128 * 2 + 4)
 
 

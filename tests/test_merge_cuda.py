@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import astuple, replace
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -37,6 +38,7 @@ HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 DTYPE_PAIRS = list(itertools.product(DTYPES, repeat=2))
 DLPACK_CPU = 1
 HOST_CONTEXT = 7
+NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
 KERNEL_SOURCE = (SOURCES / "merge.cu").read_text()
 Merge = Callable[
     [tuple[AttentionState, ...], bool, torch.Tensor, torch.Tensor | None],
@@ -122,7 +124,8 @@ def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
     assert {name for name, *_ in compiled} == set(KERNELS)
     for name, stores, loads, registers in compiled:
         assert stores == loads == "0", name
-        limit = 32 if name.startswith("pair1") else 64  # 32: 2048 threads on a multiprocessor
+        # 32: 2048 threads on a multiprocessor, 40: 1536
+        limit = {"pair1": 32, "flat1": 40, "flat2": 40}.get(name[:5], 64)
         assert int(registers) <= limit, f"{name} uses {registers} registers"
 
 
@@ -246,7 +249,7 @@ HOST_DEVICE = """
 #define __device__
 #define __global__
 #define __grid_constant__
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 #define __shared__ static
 struct uint2 { unsigned x, y; };
 struct uint4 { unsigned x, y, z, w; };
@@ -387,9 +390,13 @@ def on_host(host: SimpleNamespace, layout: Layout) -> Merge:
     return host.launcher.launch
 
 
-ONE_ROW = Layout(32, 64, 1 << 30, 64, 1 << 30, 32, 0, False)  # to a thread; no groups
-TWO_ROWS = Layout(32, 64, 0, 128, 1 << 30, 64, 1 << 30, False)
-host_layouts = pytest.mark.parametrize("layout", [ONE_ROW, TWO_ROWS], ids=["one", "two"])
+FAR = 1 << 30
+ONE_ROW = Layout(32, 64, FAR, 64, FAR, 32, 0, 0, 32, 0, False)  # to a thread; no groups
+TWO_ROWS = Layout(32, 64, 0, 128, FAR, 32, 0, 0, 64, FAR, False)
+FLAT = replace(ONE_ROW, flat_block=64, two_vectors_threads=FAR, flat_threads=FAR)
+TWO_VECTORS = replace(FLAT, two_vectors_threads=0)
+LAYOUTS = {"one row": ONE_ROW, "two rows": TWO_ROWS, "flat": FLAT, "two vectors": TWO_VECTORS}
+host_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
 @host_layouts
@@ -450,15 +457,54 @@ def test_host_without_lse(host: SimpleNamespace) -> None:
     ],
 )
 def test_launches_follow_the_layout(host: SimpleNamespace, num_tokens: int, launch: Launch) -> None:
-    layout = Layout(32, 64, 8 * 9, 128, 8 * 32, 64, 0, False)
+    layout = Layout(32, 64, 8 * 9, 128, 8 * 32, 32, 0, 0, 64, 0, False)
     check(on_host(host, layout), random_parts(2, (num_tokens, 1, 64), HALF))
     assert host.driver.launches[-1] == launch
+
+
+@pytest.mark.parametrize(
+    ("shape", "launch"),
+    [
+        ((5, 2, 64), Launch("flat1_vector_f16_f16", (2, 1, 1), (8, 8, 1))),
+        ((9, 2, 64), Launch("flat2_vector_f16_f16", (2, 1, 1), (4, 16, 1))),
+        ((9, 2, 72), Launch("flat1_vector_f16_f16", (3, 1, 1), (9, 7, 1))),  # an odd row
+        ((33, 2, 64), Launch("pair1_vector_f16_f16", (17, 1, 1), (8, 4, 1))),
+    ],
+)
+def test_launches_of_flat_states(
+    host: SimpleNamespace, shape: tuple[int, ...], launch: Launch
+) -> None:
+    layout = replace(FLAT, two_vectors_threads=8 * 18, flat_threads=8 * 66)
+    states = random_parts(2, shape, HALF)
+    check(on_host(host, layout), states)
+    assert host.driver.launches[-1] == launch
+    check(on_host(host, layout), states, in_place=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "strides"),
+    [((2, 2, 64), (320, 128, 1)), ((2, 1, 64), (1 << 32, 64, 1))],
+    ids=["tokens and heads", "beyond 32 bits"],
+)
+def test_rows_that_are_not_flat(
+    host: SimpleNamespace, shape: tuple[int, ...], strides: tuple[int, ...]
+) -> None:
+    """Spaced unequally, or so far apart that an offset would be cut."""
+    state, other = random_parts(2, shape, HALF)
+    size = HALF.itemsize * (1 + sum((n - 1) * step for n, step in zip(shape, strides, strict=True)))
+    with mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS | NO_RESERVE) as memory:
+        apart = torch.frombuffer(memory, dtype=HALF).as_strided(shape, strides)
+        apart.copy_(state.out)
+        check(on_host(host, FLAT), [AttentionState(apart, state.lse), other])
+        del apart
+    assert host.driver.launches[-1].kernel == "pair1_vector_f16_f16"
 
 
 def test_layouts_fit_the_kernels() -> None:
     """The launch bounds in merge.cu."""
     for capability in ((8, 0), (9, 0)):
         layout = select_layout(capability, 132)
+        assert layout.flat_block <= 256
         assert max(layout.one_row_block, layout.two_rows_block, layout.large_block) <= 512
         assert layout.parts_block <= 256
 
@@ -559,13 +605,22 @@ def loaded(**changes: int) -> Iterator[Merge]:
     load_launcher().load(*where, astuple(layout))
 
 
-@pytest.fixture(scope="module", params=["small", "two rows to a thread", "large"])
+@pytest.fixture(
+    scope="module",
+    params=["small", "two rows to a thread", "large", "flat", "two vectors to a thread"],
+)
 def launch(request: pytest.FixtureRequest) -> Iterator[Merge]:
     never = 2**31 - 1
     changes = {
-        "small": {"two_rows_threads": never, "large_threads": never},
-        "two rows to a thread": {"two_rows_threads": 0, "large_threads": never},
-        "large": {"two_rows_threads": 0, "large_threads": 0},
+        "small": {"two_rows_threads": never, "large_threads": never, "flat_threads": 0},
+        "two rows to a thread": {
+            "two_rows_threads": 0,
+            "large_threads": never,
+            "flat_threads": 0,
+        },
+        "large": {"two_rows_threads": 0, "large_threads": 0, "flat_threads": 0},
+        "flat": {"flat_threads": never, "two_vectors_threads": never},
+        "two vectors to a thread": {"flat_threads": never, "two_vectors_threads": 0},
     }
     with loaded(**changes[request.param]) as launcher:
         yield launcher

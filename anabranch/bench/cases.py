@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ class MergeCase:
     num_heads: int
     head_dim: int = 128
     dtype: str = "float16"
+    warm: bool = False  # the same states at every call, which stay in the cache if they fit
     groups: tuple[str, ...] = ()
     models: tuple[str, ...] = ()
     bench: Literal["merge"] = "merge"
@@ -27,7 +28,8 @@ class MergeCase:
     @property
     def name(self) -> str:
         """What tables and filters call it."""
-        return f"T{self.num_tokens} H{self.num_heads} D{self.head_dim} {self.dtype}"
+        shape = f"T{self.num_tokens} H{self.num_heads} D{self.head_dim} {self.dtype}"
+        return f"{shape} warm" if self.warm else shape
 
     @property
     def work(self) -> int:
@@ -114,18 +116,19 @@ class AttendCase:
 
 
 Case = MergeCase | AttendCase
+CaseOfBench = TypeVar("CaseOfBench", MergeCase, AttendCase)
 
 
-def unite(cases: Iterable[AttendCase]) -> list[AttendCase]:
-    """One case for each shape, in order of appearance, with the groups and models of all."""
-    united: dict[AttendCase, AttendCase] = {}
+def unite(cases: Iterable[CaseOfBench]) -> list[CaseOfBench]:
+    """One case for each name, in order of appearance, with the groups and models of all."""
+    united: dict[str, CaseOfBench] = {}
     for case in cases:
-        shape = replace(case, groups=(), models=(), flex=False)
-        known = united.get(shape, shape)
-        united[shape] = replace(
-            known,
-            flex=known.flex or case.flex,
-            groups=tuple(dict.fromkeys(known.groups + case.groups)),
-            models=tuple(dict.fromkeys(known.models + case.models)),
-        )
+        known = united.setdefault(case.name, case)
+        changes: dict[str, Any] = {
+            "groups": tuple(dict.fromkeys(known.groups + case.groups)),
+            "models": tuple(dict.fromkeys(known.models + case.models)),
+        }
+        if isinstance(known, AttendCase) and isinstance(case, AttendCase):
+            changes["flex"] = known.flex or case.flex
+        united[case.name] = replace(known, **changes)
     return list(united.values())

@@ -14,6 +14,7 @@ from anabranch.bench.cases import AttendCase, Case, MergeCase, unite
 
 MERGE_TOKENS = (256, 512, 613, 1024, 1536, 4096, 16384)
 MERGE_HEADS = (16, 32, 48)
+CACHED_MERGES = ((1024, 32, 128), (512, 64, 64), (333, 40, 128))  # fit into the cache of a GPU
 CONTEXTS = (8192, 16384, 32768, 65536, 131072)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAGES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -53,13 +54,20 @@ def model_cases(case: AttendCase) -> list[AttendCase]:
 
 
 def merge_cases() -> list[MergeCase]:
-    """The grid of the merge."""
-    return [
+    """The grid of the merge, and small ones with states that are in the cache or not."""
+    grid = [
         MergeCase(num_tokens, num_heads, dtype=dtype, groups=("grid",))
         for dtype in ("float16", "bfloat16", "float32")
         for num_heads in MERGE_HEADS
         for num_tokens in MERGE_TOKENS
     ]
+    cached = [
+        MergeCase(*shape, dtype=dtype, warm=warm, groups=("cached",))
+        for dtype in ("float16", "bfloat16")
+        for shape in CACHED_MERGES
+        for warm in (True, False)
+    ]
+    return unite([*grid, *cached])
 
 
 def decode_cases() -> list[AttendCase]:

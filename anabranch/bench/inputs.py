@@ -1,6 +1,7 @@
 """Tensors for a case, made on the device: several rotations, so that no call finds its keys in L2.
 
 A rotation has its own queries, keys and values; lengths and the shuffled page table are shared.
+A warm case has one rotation.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
@@ -70,7 +71,7 @@ def _merge_inputs(case: MergeCase, generator: torch.Generator) -> MergeInputs:
         out = _normal(shape, DTYPES[case.dtype], generator)
         return AttentionState(out, 5 + _normal(shape[:-1], torch.float32, generator))
 
-    count = num_rotations(case, generator.device)
+    count = 1 if case.warm else num_rotations(case, generator.device)
     return MergeInputs(case, [(state(), state()) for _ in range(count)])
 
 

@@ -113,7 +113,7 @@ def _attention_section(results: Results) -> str:
 
 def _in_table(row: Row) -> bool:
     if row.shape["bench"] == "merge":
-        return row.shape["num_heads"] == 32
+        return row.shape["num_heads"] == 32 or "cached" in row.shape["groups"]
     return bool(TABLE_GROUPS & set(row.shape["groups"]))
 
 

@@ -37,8 +37,9 @@ def _attention_row(path: Path, label: str) -> str:
     results = json.loads(path.read_text())
     cases: dict[str, dict[str, Any]] = {}
     for row in results["rows"]:
-        is_merge = row["shape"]["bench"] == "merge" and row["shape"]["num_heads"] == 32
-        counted = is_merge or GROUPS & set(row["shape"]["groups"])
+        groups = set(row["shape"]["groups"])
+        is_merge = "grid" in groups and row["shape"]["num_heads"] == 32
+        counted = is_merge or GROUPS & groups
         if row["role"] == "ours" and row["ratio"] and row["best_peer"] != "torch" and counted:
             cases.setdefault(row["case"], row)  # the first of ours is the one that is rated
     ratios = [row["ratio"] for row in cases.values()]

@@ -9,7 +9,10 @@
 #include <stdint.h>
 
 enum { MAX_DEVICES = 64, MAX_SOURCES = 8, NUM_TYPES = 3 };
-enum { PAIR1_VECTOR, PAIR2_VECTOR, PAIR1_SCALAR, PARTS_VECTOR, PARTS_SCALAR, NUM_VARIANTS };
+enum {
+    PAIR1_VECTOR, PAIR2_VECTOR, PAIR1_SCALAR, FLAT1_VECTOR, FLAT2_VECTOR, PARTS_VECTOR,
+    PARTS_SCALAR, NUM_VARIANTS
+};
 enum { NUM_FUNCTIONS = NUM_VARIANTS * NUM_TYPES * NUM_TYPES };
 
 /* DLPack 1: what is used of it. */
@@ -58,7 +61,7 @@ typedef struct {
 /* As in layout.py. */
 typedef struct {
     int one_row_block, two_rows_block, two_rows_threads, large_block, large_threads;
-    int parts_block, parts_threads, programmatic;
+    int flat_block, two_vectors_threads, flat_threads, parts_block, parts_threads, programmatic;
 } Layout;
 
 static struct {
@@ -193,6 +196,29 @@ static int is_aligned(const State *state, int64_t itemsize, int64_t bytes) {
     return state->out_strides[3] == 1 && steps % bytes == 0;
 }
 
+/* Whether rows are equally spaced, and all offsets in elements fit into 32 bits. */
+static int is_flat(const Arguments *a, int num_sources) {
+    const State *states = &a->merged; /* the sources follow it */
+    if (a->num_heads > 1) return 0;
+    for (int i = 0; i <= num_sources; i++) {
+        int64_t out_step = states[i].out_strides[1], lse_step = states[i].lse_strides[1];
+        int64_t most = (UINT32_MAX - (int64_t)a->head_dim) / a->num_rows;
+        if (out_step < 0 || out_step > most || lse_step < 0 || lse_step > most) return 0;
+    }
+    return 1;
+}
+
+static int choose_flat(const Arguments *a, const Layout *layout, int64_t lanes,
+                       LaunchConfig *config) {
+    int two = lanes % 2 == 0 && a->num_rows * lanes >= layout->two_vectors_threads;
+    unsigned rows = (unsigned)(layout->flat_block / (lanes >> two));
+    config->grid[0] = (a->num_rows + rows - 1) / rows;
+    config->block[0] = (unsigned)(lanes >> two);
+    config->block[1] = rows;
+    config->block[2] = 1;
+    return two ? FLAT2_VECTOR : FLAT1_VECTOR;
+}
+
 static int choose_launch(Merge *merge, const Layout *layout, LaunchConfig *config) {
     Arguments *a = &merge->arguments;
     int itemsize = ITEMSIZES[merge->input], width = 16 / itemsize;
@@ -205,6 +231,9 @@ static int choose_launch(Merge *merge, const Layout *layout, LaunchConfig *confi
     int pair = merge->num_sources == 2;
     int64_t lanes = vector ? a->head_dim / width : a->head_dim;
     int64_t threads = (int64_t)a->num_rows * lanes;
+    if (pair && vector && threads < layout->flat_threads && lanes <= layout->flat_block &&
+        is_flat(a, merge->num_sources))
+        return choose_flat(a, layout, lanes, config);
     int two_rows = pair && vector && threads >= layout->two_rows_threads;
     int block = !pair ? layout->parts_block : layout->one_row_block;
     if (two_rows)
@@ -352,10 +381,11 @@ static PyObject *load(PyObject *module, PyObject *args) {
     unsigned long long context;
     PyObject *functions;
     Layout l;
-    if (!PyArg_ParseTuple(args, "iiKO!(iiiiiiip)", &type, &index, &context, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "iiKO!(iiiiiiiiiip)", &type, &index, &context, &PyTuple_Type,
                           &functions, &l.one_row_block, &l.two_rows_block, &l.two_rows_threads,
-                          &l.large_block, &l.large_threads, &l.parts_block, &l.parts_threads,
-                          &l.programmatic))
+                          &l.large_block, &l.large_threads, &l.flat_block,
+                          &l.two_vectors_threads, &l.flat_threads, &l.parts_block,
+                          &l.parts_threads, &l.programmatic))
         return NULL;
     if (index < 0 || index >= MAX_DEVICES || PyTuple_GET_SIZE(functions) != NUM_FUNCTIONS)
         return PyErr_Format(PyExc_ValueError, "device %d with %zd functions", index,

@@ -7,7 +7,15 @@ from dataclasses import dataclass
 import torch
 
 DTYPES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
-VARIANTS = ("pair1_vector", "pair2_vector", "pair1_scalar", "parts_vector", "parts_scalar")
+VARIANTS = (
+    "pair1_vector",
+    "pair2_vector",
+    "pair1_scalar",
+    "flat1_vector",
+    "flat2_vector",
+    "parts_vector",
+    "parts_scalar",
+)
 # In the order in which launcher.c numbers them.
 KERNELS = tuple(
     f"{variant}_{source}_{merged}"
@@ -26,6 +34,9 @@ class Layout:
     two_rows_threads: int  # from a merge of this many threads on,
     large_block: int  # and in the largest,
     large_threads: int  # which begin here
+    flat_block: int  # threads of a block that merges two states with equally spaced rows,
+    two_vectors_threads: int  # two vectors of a row to a thread from a merge of this many on,
+    flat_threads: int  # in merges of fewer threads than these
     parts_block: int  # threads of a block that merges any number of parts;
     parts_threads: int  # below this many threads, groups of the block share the parts
     programmatic: bool  # start while the kernel ahead ends
@@ -37,6 +48,7 @@ def select_layout(capability: tuple[int, int], num_sms: int) -> Layout:
     # head dim 128, FlashInfer in brackets: 256 x 16 one row of 128 2.17 (2.26); two rows of 256:
     # 613 x 48 7.02 (6.92), 4096 x 32 25.06 (25.10), 16384 x 32 94.64 and of 512 94.25 (94.57).
     # Not overlapping the launch ahead costs 0.3 to 0.7 more, streaming past the caches up to 14%.
+    # Flat states take 200 instructions for two vectors on sm_90, where two rows take about 375.
     resident = 2048 * num_sms
     return Layout(
         one_row_block=128,
@@ -44,6 +56,9 @@ def select_layout(capability: tuple[int, int], num_sms: int) -> Layout:
         two_rows_threads=resident,
         large_block=512,
         large_threads=16 * resident,
+        flat_block=128,
+        two_vectors_threads=resident,
+        flat_threads=4 * resident,
         parts_block=256,
         parts_threads=resident,
         programmatic=capability >= (9, 0),

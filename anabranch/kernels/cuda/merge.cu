@@ -1,7 +1,9 @@
 // The merge of attention states over disjoint key sets. A row is a (token, head) pair; whole rows
 // belong to one block, so that a row's LSE can be overwritten once every thread has read it.
 //
-// merge_pair holds two states in registers and asks for all of its memory before it uses any;
+// merge_pair holds two states in registers and asks for all of its memory before it uses any. Of
+// states in the cache it is bound by instructions, and half of them would find addresses: FLAT ones
+// have equally spaced rows, and offsets of 32 bits.
 // merge_parts takes any number of parts, from up to eight pointers or from one stack.
 // Weights are those of merge_stacked in state.py, with its infinities and NaN.
 // No header is included: NVRTC and nvcc compile this file as it stands.
@@ -10,6 +12,8 @@ using int64 = long long;
 
 constexpr int MAX_SOURCES = 8;
 constexpr int MAX_BLOCK = 512;        // threads of a merge_pair block
+constexpr int MAX_FLAT_BLOCK = 256;   // the same for FLAT states,
+constexpr int FLAT_BLOCKS = 6;        // as many of which share a multiprocessor: 40 registers
 constexpr int MAX_PARTS_BLOCK = 256;  // threads of a merge_parts block
 constexpr unsigned MINUS_INFINITY = 0xff800000u;
 
@@ -138,13 +142,17 @@ struct Row {
   }
 };
 
-template <class T, int WIDTH>
+template <class T, int WIDTH, bool FLAT = false>
 __device__ T* out_at(const State& state, unsigned part, Row row, unsigned dim) {
-  return static_cast<T*>(state.out) + part * state.out_part + row.token * state.out_token +
-         row.head * state.out_head + (WIDTH > 1 ? dim : dim * state.out_dim);
+  T* const out = static_cast<T*>(state.out);
+  if constexpr (FLAT) return out + (row.token * static_cast<unsigned>(state.out_token) + dim);
+  return out + part * state.out_part + row.token * state.out_token + row.head * state.out_head +
+         (WIDTH > 1 ? dim : dim * state.out_dim);
 }
 
+template <bool FLAT = false>
 __device__ float* lse_at(const State& state, unsigned part, Row row) {
+  if constexpr (FLAT) return state.lse + row.token * static_cast<unsigned>(state.lse_token);
   return state.lse + part * state.lse_part + row.token * state.lse_token +
          row.head * state.lse_head;
 }
@@ -176,28 +184,33 @@ __device__ void wait_for_sources() {
 #endif
 }
 
-// Block: (lanes of a row, rows). Thread (x, y) merges ROWS rows, blockDim.y apart.
-template <class In, class Out, int WIDTH, int ROWS>
+// Block: (lanes of a row, rows). Thread (x, y) merges ROWS rows, blockDim.y apart, and of each
+// VECTORS vectors at a time, blockDim.x apart. The vectors of FLAT states are a whole row.
+template <class In, class Out, int WIDTH, int ROWS, int VECTORS, bool FLAT>
 __device__ void merge_pair(const Arguments<2>& a) {
   const unsigned first = blockIdx.x * (blockDim.y * ROWS) + threadIdx.y;
   Row rows[ROWS];
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
     // Past the end, the last row once more: loads need no guard, only stores do.
-    rows[r] = Row(min(first + r * blockDim.y, a.num_rows - 1), a.num_heads);
+    rows[r] = Row(min(first + r * blockDim.y, a.num_rows - 1), FLAT ? 1 : a.num_heads);
   }
-  Vector<In, WIDTH> left[ROWS], right[ROWS];
+  Vector<In, WIDTH> left[ROWS][VECTORS], right[ROWS][VECTORS];
+  const unsigned step = blockDim.x * WIDTH;
   const auto load = [&](int r, unsigned dim) {
-    left[r].load(out_at<const In, WIDTH>(a.sources[0], 0, rows[r], dim));
-    right[r].load(out_at<const In, WIDTH>(a.sources[1], 0, rows[r], dim));
+#pragma unroll
+    for (int v = 0; v < VECTORS; ++v) {
+      left[r][v].load(out_at<const In, WIDTH, FLAT>(a.sources[0], 0, rows[r], dim + v * step));
+      right[r][v].load(out_at<const In, WIDTH, FLAT>(a.sources[1], 0, rows[r], dim + v * step));
+    }
   };
 
   wait_for_sources();
   float left_share[ROWS], right_share[ROWS], lse[ROWS];  // the shares begin as LSEs
 #pragma unroll
   for (int r = 0; r < ROWS; ++r) {
-    left_share[r] = *lse_at(a.sources[0], 0, rows[r]);
-    right_share[r] = *lse_at(a.sources[1], 0, rows[r]);
+    left_share[r] = *lse_at<FLAT>(a.sources[0], 0, rows[r]);
+    right_share[r] = *lse_at<FLAT>(a.sources[1], 0, rows[r]);
     load(r, threadIdx.x * WIDTH);
   }
 #pragma unroll
@@ -216,15 +229,19 @@ __device__ void merge_pair(const Arguments<2>& a) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if (first + r * blockDim.y >= a.num_rows) break;
-      float sum[WIDTH] = {};
-      left[r].accumulate(left_share[r], sum);
-      right[r].accumulate(right_share[r], sum);
-      Vector<Out, WIDTH> merged;
-      merged.assign(sum);
-      merged.store(out_at<Out, WIDTH>(a.merged, 0, rows[r], dim));
-      if (dim == 0 && a.merged.lse) *lse_at(a.merged, 0, rows[r]) = lse[r];
+#pragma unroll
+      for (int v = 0; v < VECTORS; ++v) {
+        float sum[WIDTH] = {};
+        left[r][v].accumulate(left_share[r], sum);
+        right[r][v].accumulate(right_share[r], sum);
+        Vector<Out, WIDTH> merged;
+        merged.assign(sum);
+        merged.store(out_at<Out, WIDTH, FLAT>(a.merged, 0, rows[r], dim + v * step));
+      }
+      if (dim == 0 && a.merged.lse) *lse_at<FLAT>(a.merged, 0, rows[r]) = lse[r];
     }
-    dim += blockDim.x * WIDTH;
+    if constexpr (FLAT) break;
+    dim += step * VECTORS;
     if (dim >= a.head_dim) break;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) load(r, dim);
@@ -310,7 +327,12 @@ __device__ void merge_parts(const Arguments<MAX_SOURCES>& a) {
 #define MERGE_PAIR(NAME, IN, OUT, WIDTH, ROWS)                                    \
   extern "C" __global__ void __launch_bounds__(MAX_BLOCK)                         \
       NAME(const __grid_constant__ Arguments<2> a) {                              \
-    merge_pair<IN, OUT, WIDTH, ROWS>(a);                                          \
+    merge_pair<IN, OUT, WIDTH, ROWS, 1, false>(a);                                \
+  }
+#define MERGE_FLAT(NAME, IN, OUT, VECTORS)                                        \
+  extern "C" __global__ void __launch_bounds__(MAX_FLAT_BLOCK, FLAT_BLOCKS)       \
+      NAME(const __grid_constant__ Arguments<2> a) {                              \
+    merge_pair<IN, OUT, 16 / sizeof(IN), 1, VECTORS, true>(a);                    \
   }
 #define MERGE_PARTS(NAME, IN, OUT, WIDTH)                                         \
   extern "C" __global__ void __launch_bounds__(MAX_PARTS_BLOCK)                   \
@@ -321,6 +343,8 @@ __device__ void merge_parts(const Arguments<MAX_SOURCES>& a) {
   MERGE_PAIR(pair1_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN), 1)                  \
   MERGE_PAIR(pair2_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN), 2)                  \
   MERGE_PAIR(pair1_scalar_##SUFFIX, IN, OUT, 1, 1)                                \
+  MERGE_FLAT(flat1_vector_##SUFFIX, IN, OUT, 1)                                   \
+  MERGE_FLAT(flat2_vector_##SUFFIX, IN, OUT, 2)                                   \
   MERGE_PARTS(parts_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN))                    \
   MERGE_PARTS(parts_scalar_##SUFFIX, IN, OUT, 1)
 
