@@ -217,13 +217,15 @@ def consume(
         mbarrier.wait(q_full.index(WG), taken & 1)
         if C.q_in_registers:
             q_main = q[0].index(WG).load(gl.DotOperandLayout(0, score_layout, 2))
-            if C.frees_queries_early:
-                mbarrier.arrive(q_empty.index(WG))
         else:
             q_main = 0
         weights, peak = first_weights(
             q, q_main, k, bars, done, last_tile, tokens, span, rules, tree_rows, tree_width, C, WG
         )
+        # Not before the scores: loads from shared memory that a barrier follows may still be on
+        # their way, and the next copy would overtake them.
+        if C.frees_queries_early:
+            mbarrier.arrive(q_empty.index(WG))
         total = thread_sums(weights, C)
         acc_main = gl.zeros([64, MAIN], gl.float32, main_layout)
         carried = carry_weights(weights, acc_main, v[0].dtype, C)
