@@ -125,7 +125,7 @@ def test_kernels_compile_without_spills(arch: str, tmp_path: Path) -> None:
     for name, stores, loads, registers in compiled:
         assert stores == loads == "0", name
         # 32: 2048 threads on a multiprocessor, 40: 1536
-        limit = {"pair1": 32, "flat1": 40, "flat2": 40}.get(name[:5], 64)
+        limit = {"pair1": 32, "flat_": 40}.get(name[:5], 64)
         assert int(registers) <= limit, f"{name} uses {registers} registers"
 
 
@@ -391,11 +391,10 @@ def on_host(host: SimpleNamespace, layout: Layout) -> Merge:
 
 
 FAR = 1 << 30
-ONE_ROW = Layout(32, 64, FAR, 64, FAR, 32, 0, 0, 32, 0, False)  # to a thread; no groups
-TWO_ROWS = Layout(32, 64, 0, 128, FAR, 32, 0, 0, 64, FAR, False)
-FLAT = replace(ONE_ROW, flat_block=64, two_vectors_threads=FAR, flat_threads=FAR)
-TWO_VECTORS = replace(FLAT, two_vectors_threads=0)
-LAYOUTS = {"one row": ONE_ROW, "two rows": TWO_ROWS, "flat": FLAT, "two vectors": TWO_VECTORS}
+ONE_ROW = Layout(32, 64, FAR, 64, FAR, 32, 0, 32, 0, False)  # to a thread; no groups
+TWO_ROWS = Layout(32, 64, 0, 128, FAR, 32, 0, 64, FAR, False)
+FLAT = replace(ONE_ROW, flat_block=64, flat_threads=FAR)
+LAYOUTS = {"one row": ONE_ROW, "two rows": TWO_ROWS, "flat": FLAT}
 host_layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 
 
@@ -457,7 +456,7 @@ def test_host_without_lse(host: SimpleNamespace) -> None:
     ],
 )
 def test_launches_follow_the_layout(host: SimpleNamespace, num_tokens: int, launch: Launch) -> None:
-    layout = Layout(32, 64, 8 * 9, 128, 8 * 32, 32, 0, 0, 64, 0, False)
+    layout = Layout(32, 64, 8 * 9, 128, 8 * 32, 32, 0, 64, 0, False)
     check(on_host(host, layout), random_parts(2, (num_tokens, 1, 64), HALF))
     assert host.driver.launches[-1] == launch
 
@@ -465,16 +464,15 @@ def test_launches_follow_the_layout(host: SimpleNamespace, num_tokens: int, laun
 @pytest.mark.parametrize(
     ("shape", "launch"),
     [
-        ((5, 2, 64), Launch("flat1_vector_f16_f16", (2, 1, 1), (8, 8, 1))),
-        ((9, 2, 64), Launch("flat2_vector_f16_f16", (2, 1, 1), (4, 16, 1))),
-        ((9, 2, 72), Launch("flat1_vector_f16_f16", (3, 1, 1), (9, 7, 1))),  # an odd row
+        ((5, 2, 64), Launch("flat_vector_f16_f16", (2, 1, 1), (8, 8, 1))),
+        ((9, 2, 72), Launch("flat_vector_f16_f16", (3, 1, 1), (9, 7, 1))),  # an odd row
         ((33, 2, 64), Launch("pair1_vector_f16_f16", (17, 1, 1), (8, 4, 1))),
     ],
 )
 def test_launches_of_flat_states(
     host: SimpleNamespace, shape: tuple[int, ...], launch: Launch
 ) -> None:
-    layout = replace(FLAT, two_vectors_threads=8 * 18, flat_threads=8 * 66)
+    layout = replace(FLAT, flat_threads=8 * 66)
     states = random_parts(2, shape, HALF)
     check(on_host(host, layout), states)
     assert host.driver.launches[-1] == launch
@@ -607,7 +605,7 @@ def loaded(**changes: int) -> Iterator[Merge]:
 
 @pytest.fixture(
     scope="module",
-    params=["small", "two rows to a thread", "large", "flat", "two vectors to a thread"],
+    params=["small", "two rows to a thread", "large", "flat"],
 )
 def launch(request: pytest.FixtureRequest) -> Iterator[Merge]:
     never = 2**31 - 1
@@ -619,8 +617,7 @@ def launch(request: pytest.FixtureRequest) -> Iterator[Merge]:
             "flat_threads": 0,
         },
         "large": {"two_rows_threads": 0, "large_threads": 0, "flat_threads": 0},
-        "flat": {"flat_threads": never, "two_vectors_threads": never},
-        "two vectors to a thread": {"flat_threads": never, "two_vectors_threads": 0},
+        "flat": {"flat_threads": never},
     }
     with loaded(**changes[request.param]) as launcher:
         yield launcher

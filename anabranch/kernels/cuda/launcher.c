@@ -10,7 +10,7 @@
 
 enum { MAX_DEVICES = 64, MAX_SOURCES = 8, NUM_TYPES = 3 };
 enum {
-    PAIR1_VECTOR, PAIR2_VECTOR, PAIR1_SCALAR, FLAT1_VECTOR, FLAT2_VECTOR, PARTS_VECTOR,
+    PAIR1_VECTOR, PAIR2_VECTOR, PAIR1_SCALAR, FLAT_VECTOR, PARTS_VECTOR,
     PARTS_SCALAR, NUM_VARIANTS
 };
 enum { NUM_FUNCTIONS = NUM_VARIANTS * NUM_TYPES * NUM_TYPES };
@@ -61,7 +61,7 @@ typedef struct {
 /* As in layout.py. */
 typedef struct {
     int one_row_block, two_rows_block, two_rows_threads, large_block, large_threads;
-    int flat_block, two_vectors_threads, flat_threads, parts_block, parts_threads, programmatic;
+    int flat_block, flat_threads, parts_block, parts_threads, programmatic;
 } Layout;
 
 static struct {
@@ -208,17 +208,6 @@ static int is_flat(const Arguments *a, int num_sources) {
     return 1;
 }
 
-static int choose_flat(const Arguments *a, const Layout *layout, int64_t lanes,
-                       LaunchConfig *config) {
-    int two = lanes % 2 == 0 && a->num_rows * lanes >= layout->two_vectors_threads;
-    unsigned rows = (unsigned)(layout->flat_block / (lanes >> two));
-    config->grid[0] = (a->num_rows + rows - 1) / rows;
-    config->block[0] = (unsigned)(lanes >> two);
-    config->block[1] = rows;
-    config->block[2] = 1;
-    return two ? FLAT2_VECTOR : FLAT1_VECTOR;
-}
-
 static int choose_launch(Merge *merge, const Layout *layout, LaunchConfig *config) {
     Arguments *a = &merge->arguments;
     int itemsize = ITEMSIZES[merge->input], width = 16 / itemsize;
@@ -231,11 +220,10 @@ static int choose_launch(Merge *merge, const Layout *layout, LaunchConfig *confi
     int pair = merge->num_sources == 2;
     int64_t lanes = vector ? a->head_dim / width : a->head_dim;
     int64_t threads = (int64_t)a->num_rows * lanes;
-    if (pair && vector && threads < layout->flat_threads && lanes <= layout->flat_block &&
-        is_flat(a, merge->num_sources))
-        return choose_flat(a, layout, lanes, config);
-    int two_rows = pair && vector && threads >= layout->two_rows_threads;
-    int block = !pair ? layout->parts_block : layout->one_row_block;
+    int flat = pair && vector && threads < layout->flat_threads && lanes <= layout->flat_block &&
+               is_flat(a, merge->num_sources);
+    int two_rows = pair && vector && !flat && threads >= layout->two_rows_threads;
+    int block = !pair ? layout->parts_block : flat ? layout->flat_block : layout->one_row_block;
     if (two_rows)
         block = threads < layout->large_threads ? layout->two_rows_block : layout->large_block;
     if (lanes > block) lanes = block;
@@ -251,6 +239,7 @@ static int choose_launch(Merge *merge, const Layout *layout, LaunchConfig *confi
     config->block[1] = (unsigned)rows;
     config->block[2] = (unsigned)groups;
     if (!pair) return vector ? PARTS_VECTOR : PARTS_SCALAR;
+    if (flat) return FLAT_VECTOR;
     return two_rows ? PAIR2_VECTOR : vector ? PAIR1_VECTOR : PAIR1_SCALAR;
 }
 
@@ -381,11 +370,10 @@ static PyObject *load(PyObject *module, PyObject *args) {
     unsigned long long context;
     PyObject *functions;
     Layout l;
-    if (!PyArg_ParseTuple(args, "iiKO!(iiiiiiiiiip)", &type, &index, &context, &PyTuple_Type,
+    if (!PyArg_ParseTuple(args, "iiKO!(iiiiiiiiip)", &type, &index, &context, &PyTuple_Type,
                           &functions, &l.one_row_block, &l.two_rows_block, &l.two_rows_threads,
-                          &l.large_block, &l.large_threads, &l.flat_block,
-                          &l.two_vectors_threads, &l.flat_threads, &l.parts_block,
-                          &l.parts_threads, &l.programmatic))
+                          &l.large_block, &l.large_threads, &l.flat_block, &l.flat_threads,
+                          &l.parts_block, &l.parts_threads, &l.programmatic))
         return NULL;
     if (index < 0 || index >= MAX_DEVICES || PyTuple_GET_SIZE(functions) != NUM_FUNCTIONS)
         return PyErr_Format(PyExc_ValueError, "device %d with %zd functions", index,

@@ -11,8 +11,7 @@ VARIANTS = (
     "pair1_vector",
     "pair2_vector",
     "pair1_scalar",
-    "flat1_vector",
-    "flat2_vector",
+    "flat_vector",
     "parts_vector",
     "parts_scalar",
 )
@@ -35,7 +34,6 @@ class Layout:
     large_block: int  # and in the largest,
     large_threads: int  # which begin here
     flat_block: int  # threads of a block that merges two states with equally spaced rows,
-    two_vectors_threads: int  # two vectors of a row to a thread from a merge of this many on,
     flat_threads: int  # in merges of fewer threads than these
     parts_block: int  # threads of a block that merges any number of parts;
     parts_threads: int  # below this many threads, groups of the block share the parts
@@ -48,7 +46,10 @@ def select_layout(capability: tuple[int, int], num_sms: int) -> Layout:
     # head dim 128, FlashInfer in brackets: 256 x 16 one row of 128 2.17 (2.26); two rows of 256:
     # 613 x 48 7.02 (6.92), 4096 x 32 25.06 (25.10), 16384 x 32 94.64 and of 512 94.25 (94.57).
     # Not overlapping the launch ahead costs 0.3 to 0.7 more, streaming past the caches up to 14%.
-    # Flat states take 200 instructions for two vectors on sm_90, where two rows take about 375.
+    # Flat rows, another run: 1024 x 32 x 128 in the cache 3.80, two rows 4.67 (3.97), 512 x 64 x 64
+    # 2.40 and 2.81 (2.45), 333 x 40 x 128 2.33 and 2.68 (2.14); not in the cache 613 x 48 6.90 and
+    # 7.02 (6.88), 4096 x 32 25.23 and 25.14 (25.16). Two vectors of a row to a thread: 4.13, 3.06,
+    # 2.56.
     resident = 2048 * num_sms
     return Layout(
         one_row_block=128,
@@ -56,8 +57,7 @@ def select_layout(capability: tuple[int, int], num_sms: int) -> Layout:
         two_rows_threads=resident,
         large_block=512,
         large_threads=16 * resident,
-        flat_block=128,
-        two_vectors_threads=resident,
+        flat_block=256,
         flat_threads=4 * resident,
         parts_block=256,
         parts_threads=resident,

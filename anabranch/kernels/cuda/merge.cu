@@ -184,9 +184,9 @@ __device__ void wait_for_sources() {
 #endif
 }
 
-// Block: (lanes of a row, rows). Thread (x, y) merges ROWS rows, blockDim.y apart, and of each
-// VECTORS vectors at a time, blockDim.x apart. The vectors of FLAT states are a whole row.
-template <class In, class Out, int WIDTH, int ROWS, int VECTORS, bool FLAT>
+// Block: (lanes of a row, rows). Thread (x, y) merges ROWS rows, blockDim.y apart, and of each one
+// vector at a time, blockDim.x apart. The lanes of FLAT states are a whole row.
+template <class In, class Out, int WIDTH, int ROWS, bool FLAT>
 __device__ void merge_pair(const Arguments<2>& a) {
   const unsigned first = blockIdx.x * (blockDim.y * ROWS) + threadIdx.y;
   Row rows[ROWS];
@@ -195,14 +195,10 @@ __device__ void merge_pair(const Arguments<2>& a) {
     // Past the end, the last row once more: loads need no guard, only stores do.
     rows[r] = Row(min(first + r * blockDim.y, a.num_rows - 1), FLAT ? 1 : a.num_heads);
   }
-  Vector<In, WIDTH> left[ROWS][VECTORS], right[ROWS][VECTORS];
-  const unsigned step = blockDim.x * WIDTH;
+  Vector<In, WIDTH> left[ROWS], right[ROWS];
   const auto load = [&](int r, unsigned dim) {
-#pragma unroll
-    for (int v = 0; v < VECTORS; ++v) {
-      left[r][v].load(out_at<const In, WIDTH, FLAT>(a.sources[0], 0, rows[r], dim + v * step));
-      right[r][v].load(out_at<const In, WIDTH, FLAT>(a.sources[1], 0, rows[r], dim + v * step));
-    }
+    left[r].load(out_at<const In, WIDTH, FLAT>(a.sources[0], 0, rows[r], dim));
+    right[r].load(out_at<const In, WIDTH, FLAT>(a.sources[1], 0, rows[r], dim));
   };
 
   wait_for_sources();
@@ -229,19 +225,16 @@ __device__ void merge_pair(const Arguments<2>& a) {
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
       if (first + r * blockDim.y >= a.num_rows) break;
-#pragma unroll
-      for (int v = 0; v < VECTORS; ++v) {
-        float sum[WIDTH] = {};
-        left[r][v].accumulate(left_share[r], sum);
-        right[r][v].accumulate(right_share[r], sum);
-        Vector<Out, WIDTH> merged;
-        merged.assign(sum);
-        merged.store(out_at<Out, WIDTH, FLAT>(a.merged, 0, rows[r], dim + v * step));
-      }
+      float sum[WIDTH] = {};
+      left[r].accumulate(left_share[r], sum);
+      right[r].accumulate(right_share[r], sum);
+      Vector<Out, WIDTH> merged;
+      merged.assign(sum);
+      merged.store(out_at<Out, WIDTH, FLAT>(a.merged, 0, rows[r], dim));
       if (dim == 0 && a.merged.lse) *lse_at<FLAT>(a.merged, 0, rows[r]) = lse[r];
     }
     if constexpr (FLAT) break;
-    dim += step * VECTORS;
+    dim += blockDim.x * WIDTH;
     if (dim >= a.head_dim) break;
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) load(r, dim);
@@ -327,12 +320,12 @@ __device__ void merge_parts(const Arguments<MAX_SOURCES>& a) {
 #define MERGE_PAIR(NAME, IN, OUT, WIDTH, ROWS)                                    \
   extern "C" __global__ void __launch_bounds__(MAX_BLOCK)                         \
       NAME(const __grid_constant__ Arguments<2> a) {                              \
-    merge_pair<IN, OUT, WIDTH, ROWS, 1, false>(a);                                \
+    merge_pair<IN, OUT, WIDTH, ROWS, false>(a);                                   \
   }
-#define MERGE_FLAT(NAME, IN, OUT, VECTORS)                                        \
+#define MERGE_FLAT(NAME, IN, OUT)                                                 \
   extern "C" __global__ void __launch_bounds__(MAX_FLAT_BLOCK, FLAT_BLOCKS)       \
       NAME(const __grid_constant__ Arguments<2> a) {                              \
-    merge_pair<IN, OUT, 16 / sizeof(IN), 1, VECTORS, true>(a);                    \
+    merge_pair<IN, OUT, 16 / sizeof(IN), 1, true>(a);                             \
   }
 #define MERGE_PARTS(NAME, IN, OUT, WIDTH)                                         \
   extern "C" __global__ void __launch_bounds__(MAX_PARTS_BLOCK)                   \
@@ -343,8 +336,7 @@ __device__ void merge_parts(const Arguments<MAX_SOURCES>& a) {
   MERGE_PAIR(pair1_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN), 1)                  \
   MERGE_PAIR(pair2_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN), 2)                  \
   MERGE_PAIR(pair1_scalar_##SUFFIX, IN, OUT, 1, 1)                                \
-  MERGE_FLAT(flat1_vector_##SUFFIX, IN, OUT, 1)                                   \
-  MERGE_FLAT(flat2_vector_##SUFFIX, IN, OUT, 2)                                   \
+  MERGE_FLAT(flat_vector_##SUFFIX, IN, OUT)                                       \
   MERGE_PARTS(parts_vector_##SUFFIX, IN, OUT, 16 / sizeof(IN))                    \
   MERGE_PARTS(parts_scalar_##SUFFIX, IN, OUT, 1)
 
