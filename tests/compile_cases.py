@@ -10,6 +10,7 @@ what their kernels need:
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
@@ -540,6 +541,12 @@ LOOPS = {
 }
 
 
+def prefetches_every_map(ptx: str) -> bool:
+    """Whether the tensor maps among the parameters, and nothing else, are fetched at the start."""
+    maps = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
+    return bool(maps) and maps == re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", ptx)
+
+
 def cases_of(module: str) -> Callable[[int], Iterator[Case]]:
     """The cases of a kernel module, which may also list them itself."""
     return CASES.get(module) or import_module(module).compile_cases
@@ -558,6 +565,8 @@ def compiled_cases(module: str, target: str, names: list[str]) -> Iterator[dict[
                 found["serialised"] = serialised(log.getvalue())
                 for check in LOOPS[launch.kernel.__name__]:
                     found[check.__name__] = check(compiled.asm["cubin"])
+                if launch.kernel.__name__ == "attend_kernel":
+                    found["prefetches_every_map"] = prefetches_every_map(compiled.asm["ptx"])
             yield found
 
 

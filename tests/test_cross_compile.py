@@ -15,7 +15,7 @@ import pytest
 from compile_cases import CASES
 
 import anabranch
-from anabranch.kernels.compile import TARGETS
+from anabranch.kernels.compile import TARGETS, waits_first
 from anabranch.kernels.compile_ahead import compiling_ahead
 
 KERNELS = Path(anabranch.__file__).parent / "kernels"
@@ -184,9 +184,56 @@ def test_kernels_fit(module: str, target: str, compiler: Compiler) -> None:
         assert case.get("waits_after_exponentials", True), case
         assert case.get("loops_join_no_halves", True), case
         assert case.get("loops_stay_in_registers", True), case
+        assert case.get("prefetches_every_map", True), case
     widths = {case["case"]: set(case["load_bytes"]) for case in cases}
     for name, expected in LOADS.get(module, {}).items():
         assert widths[name] == expected, name
+
+
+WAIT, LOAD, RELEASE = (
+    "griddepcontrol.wait;\n",
+    "@%p2 ld.global.b32 %r2, [%rd1];\n",
+    "barrier.sync 1;\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("default", "worker", "waits"),
+    [
+        (WAIT + RELEASE + LOAD, LOAD, True),
+        (RELEASE + WAIT + LOAD, WAIT + LOAD, True),
+        (RELEASE + WAIT + LOAD, "", True),
+        (RELEASE, "", False),
+        (RELEASE + WAIT + LOAD, LOAD, False),
+        (RELEASE + WAIT + LOAD, LOAD + WAIT, False),
+        (RELEASE + WAIT + LOAD, "cp.async.bulk.commit_group;\n", False),
+        (RELEASE + WAIT + LOAD, f"@%p3 bra $L__BB0_4;\n{WAIT}$L__BB0_4:\n{LOAD}", False),
+        (RELEASE + LOAD, WAIT + LOAD, False),
+        (LOAD + WAIT + RELEASE, WAIT + LOAD, False),
+        (f"@%p3 bra $L__BB0_4;\n{WAIT}$L__BB0_4:\n{RELEASE}{LOAD}", "", False),
+    ],
+)
+def test_every_partition_waits(default: str, worker: str, waits: bool) -> None:
+    ptx = f"""
+    .visible .entry some_kernel(
+    @%p1 bra $L__BB0_2;
+    bra.uni $L__BB0_1;
+    $L__BB0_2:  // the default partition
+    {default}
+    ret;
+    $L__BB0_1:  // the workers
+    {RELEASE}
+    $L_brx_0: .branchtargets
+        $L__BB0_3,
+        $L__BB0_5;
+    brx.idx %r1, $L_brx_0;
+    $L__BB0_3:
+    {worker}
+    bra.uni $L__BB0_1;
+    $L__BB0_5:
+    ret;
+    """
+    assert waits_first(ptx) == waits
 
 
 def test_every_kernel_module_has_cases() -> None:

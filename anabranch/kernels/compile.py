@@ -38,6 +38,13 @@ TARGETS = {
 }
 
 
+# Lines of PTX: the wait for the kernel ahead, what may touch global memory, and the barrier where
+# the default partition of a warp-specialised kernel releases the others
+WAIT = r"^griddepcontrol\.wait"
+TOUCH = r"\b(?:ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async|\bcall\b"
+RELEASE = r"^barrier\.sync\s+1;"
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """A launch that was recorded instead of run."""
@@ -111,15 +118,51 @@ def resources(compiled: CompiledKernel) -> Resources:
             )
         ]
     shared_bytes = max(static, compiled.metadata.shared)
-    waits = _waits(compiled.asm.get("ptx", ""))
+    waits = waits_first(compiled.asm.get("ptx", ""))
     return Resources(compiled.name, registers, spills, shared_bytes, loads, waits)
 
 
-def _waits(ptx: str) -> bool:
-    """Whether griddepcontrol.wait stands before everything that touches global memory."""
-    wait = ptx.find("griddepcontrol.wait")
-    touch = re.search(r"\b(ld|st|atom|red)\.(?:\w+\.)*global|\bcp\.async", ptx)
-    return wait >= 0 and (touch is None or wait < touch.start())
+def waits_first(ptx: str) -> bool:
+    """Whether each path through a kernel waits for the one ahead before it touches global memory.
+
+    The partitions of a warp-specialised kernel lie on paths of their own, and each must wait; or
+    the default one must before it releases the others, which meet it at a barrier.
+    """
+    first = _first_on_paths(ptx, f"{WAIT}|{TOUCH}|{RELEASE}")
+    if sum(bool(re.search(RELEASE, line)) for line in first) > 1:  # the default partition's too
+        first = _first_on_paths(ptx, f"{WAIT}|{TOUCH}")
+    touches = any(re.search(TOUCH, line) for line in first)
+    return not touches and any(re.search(WAIT, line) for line in first)
+
+
+def _first_on_paths(ptx: str, pattern: str) -> list[str]:
+    """The lines of a pattern that paths from the entry come to first."""
+    lines = [line.partition("//")[0].strip() for line in ptx.splitlines()]
+    places = {line[:-1]: place for place, line in enumerate(lines) if line.endswith(":")}
+    starts = [place for place, line in enumerate(lines) if ".entry" in line]
+    found, followed = list[str](), set[int]()
+    while starts:
+        place = starts.pop()
+        while place < len(lines) and place not in followed:
+            followed.add(place)
+            line = lines[place]
+            if re.search(pattern, line):
+                found.append(line)
+                break
+            starts += [places[label] for label in _jumps(line, ptx)]
+            if re.match(r"bra\b|brx|ret\b|exit\b|trap\b", line):
+                break
+            place += 1
+    return found
+
+
+def _jumps(line: str, ptx: str) -> list[str]:
+    """Labels of the compiler that a line may go on at; those inside inline assembly stay there."""
+    if table := re.search(r"\bbrx\.idx\S*\s+\S+\s+(\S+);", line):
+        targets = re.search(rf"{re.escape(table[1])}:\s*\.branchtargets([^;]+);", ptx)
+        assert targets, line
+        return re.findall(r"[^\s,]+", targets[1])
+    return re.findall(r"\bbra\S*\s+(\$L\w+);", line)
 
 
 def _cubin_usage(cubin: bytes, kernel: str) -> tuple[int, int, int]:

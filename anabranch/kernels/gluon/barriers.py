@@ -10,10 +10,12 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 # Triton takes the barriers 0 (default partition), 1 (start and end) and 2 + i (worker i, padding
 # included), here up to 5.
 CONSUMERS = gl.constexpr(6)  # both consumers meet
+FIRST_KEYS = gl.constexpr(7)  # the first queries and keys of a program are under way
 K_FREE = gl.constexpr(8)  # to 11: slots of K
 V_FREE = gl.constexpr(12)  # to 15: slots of V
 PAIR = gl.constexpr(256)  # threads of both consumers
 PAIR_AND_PRODUCER = gl.constexpr(288)
+BOTH_PRODUCERS = gl.constexpr(64)
 
 
 @gluon.jit

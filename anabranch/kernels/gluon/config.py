@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import accumulate
 
 from anabranch.kernels.config import split_head_dim
 
@@ -87,6 +88,22 @@ class HopperConstants:
     def max_registers(self) -> int:
         """Of a thread at the start: two consumers and one group of producers share them."""
         return (2 * self.consumer_registers + self.producer_registers) // 3
+
+    @property
+    def prefetch_maps(self) -> str:
+        """Assembly that fetches the tensor maps, which are the kernel's first parameters.
+
+        A map is followed by the shape and strides of its tensor: three dimensions of queries and
+        results, two of keys and values.
+        """
+        ranges_k, ranges_v = 1 + bool(self.dk_rest), 1 + bool(self.dv_rest)
+        sizes = [7] * ranges_k + [5] * (ranges_k + ranges_v) + [7] * ranges_v
+        lines = [
+            f"@first prefetch.param.tensormap [attend_kernel_param_{place}];"
+            for place in accumulate(sizes[:-1], initial=0)
+        ]
+        thread = "mov.u32 $0, %tid.x; setp.eq.u32 first, $0, 0;"
+        return f"{{ .reg .pred first; {thread} {' '.join(lines)} }}"
 
     @property
     def boxes_a_tile(self) -> int:

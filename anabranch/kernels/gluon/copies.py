@@ -7,12 +7,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from anabranch.kernels.gluon.barriers import K_FREE, PAIR_AND_PRODUCER, V_FREE, bar_sync
+from anabranch.kernels.gluon.barriers import (
+    BOTH_PRODUCERS,
+    FIRST_KEYS,
+    K_FREE,
+    PAIR_AND_PRODUCER,
+    V_FREE,
+    bar_arrive,
+    bar_sync,
+)
 from anabranch.kernels.gluon.order import read_item
 from anabranch.kernels.gluon.queue import (
     first_ticket,
     next_ticket,
     publish_ticket,
+    reset_counter,
     take_turn,
 )
 
@@ -113,29 +122,28 @@ def produce_queries_keys(
             if count == 0:  # the first copies are under way: time to look for the next item
                 if not C.frees_queries_early:
                     copy_queries(q_descs, q, q_full, q_empty, taken, token, pack * C.pack, C)
+                if taken == 0:
+                    bar_arrive(FIRST_KEYS, BOTH_PRODUCERS)
                 ticket = publish_ticket(queue, order_ptr, turn, taken, C)
         taken += 1
     reset_counter(order_ptr, counter_ptr, turn, C)
 
 
 @gluon.jit
-def reset_counter(order_ptr, counter_ptr, turn, C: gl.constexpr):
-    """The last of all programs leaves the counter at 0."""
-    num_turns = gl.load(order_ptr) * C.num_packs
-    if turn == num_turns + gl.num_programs(0) - 1:
-        gl.store(counter_ptr, 0)
-
-
-@gluon.jit
 def produce_values(
     v, bars, queue, v_descs, v_place, table_ptr, table_stride, order_ptr, C: gl.constexpr
 ):
-    """Copy the values of each item, from the last tile to the first."""
+    """Copy the values of each item, from the last tile to the first.
+
+    The very first come after queries and keys, which are needed before them.
+    """
     v_full = bars[3]
     page_rows, head_stride = v_place
     done = 0
     taken = 0
     ticket = first_ticket(order_ptr, C)
+    if ticket >= 0:
+        bar_sync(FIRST_KEYS, BOTH_PRODUCERS)
     while ticket >= 0:
         item, pack = ticket // C.num_packs, ticket % C.num_packs
         origin, _, _, _, seq_len, first_tile, num_tiles = read_item(order_ptr, item)

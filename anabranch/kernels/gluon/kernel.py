@@ -3,7 +3,7 @@
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from anabranch.kernels.gluon.barriers import make_barriers
 from anabranch.kernels.gluon.consumer import consume
@@ -22,6 +22,12 @@ def allocate_rows(dtype: gl.constexpr, WIDTH: gl.constexpr):
 def allocate_tiles(desc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
     """A ring of tiles of keys or values."""
     return gl.allocate_shared_memory(desc.dtype, [STAGES, BLOCK_N, WIDTH], desc.layout)
+
+
+@gluon.jit
+def prefetch_maps(C: gl.constexpr):
+    """Fetch the tensor maps, which are parameters, while the kernel ahead ends."""
+    gl.inline_asm_elementwise(C.prefetch_maps, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "tree_width"])
@@ -44,8 +50,8 @@ def attend_kernel(
     C: gl.constexpr,  # HopperConstants
 ):  # fmt: skip
     """Attend to the items of `order_ptr`: two consumers of 64 rows each, two producers."""
-    if C.overlap:  # nothing is read before the kernel ahead has ended
-        gdc_wait()
+    if C.overlap:  # global memory is not touched before `first_ticket`
+        prefetch_maps(C)
         gdc_launch_dependents()  # the next kernel takes processors that have nothing left to do
     q_main = allocate_rows(q_main_desc.dtype, C.dk_main)
     k_main = allocate_tiles(k_main_desc, C.stages, C.block_n, C.dk_main)

@@ -15,7 +15,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anabranch.kernels.gluon.barriers import bar_arrive, bar_sync, exp2, hidden_zero
-from anabranch.kernels.gluon.consumer import base2_scale, logits_of, thread_sums
 from anabranch.kernels.gluon.latent_copies import (
     CONSUMER_AND_PRODUCER,
     EVEN_DONE,
@@ -25,6 +24,7 @@ from anabranch.kernels.gluon.latent_copies import (
 )
 from anabranch.kernels.gluon.latent_finish import finish_latent, write_empty_blocks
 from anabranch.kernels.gluon.latent_walk import begin_walk, take_item
+from anabranch.kernels.gluon.tile import base2_scale, logits_of, thread_sums
 from anabranch.kernels.triton.masks import seen_by_all
 from anabranch.kernels.triton.online_softmax import pivot_of
 

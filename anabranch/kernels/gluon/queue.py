@@ -6,6 +6,7 @@ A ticket names an item and a pack of heads (`order.ticket_of`), or is -1 when no
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import make_barriers, uniform
 from anabranch.kernels.gluon.order import ticket_of
@@ -21,14 +22,35 @@ def make_queue():
 
 @gluon.jit
 def first_ticket(order_ptr, C: gl.constexpr):
-    """Programs begin with the turn of their own number; the counter hands out the others."""
+    """Programs begin with the turn of their own number; the counter hands out the others.
+
+    Every partition asks for it before it reads anything else, so it waits for the kernel ahead.
+    """
+    if C.overlap:
+        gdc_wait()
     return uniform(ticket_of(order_ptr, gl.program_id(0), C))
 
 
 @gluon.jit
 def take_turn(counter_ptr):
-    """The next turn that no program has; asked for early, since the answer takes a microsecond."""
-    return gl.atomic_add(counter_ptr, 1) + gl.num_programs(0)
+    """The next turn that no program has; asked for early, since the answer takes a microsecond.
+
+    Only the number matters. In the default order, acquire and release, it would wait for all
+    earlier writes and empty the L1 cache.
+    """
+    return gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
+
+
+@gluon.jit
+def reset_counter(order_ptr, counter_ptr, turn, C: gl.constexpr):
+    """The program with the last of all turns leaves the counter at 0.
+
+    There are as many turns to take as items times packs, so nobody takes one after it. An atomic,
+    since relaxed turns order no plain store after those that other programs took.
+    """
+    num_turns = gl.load(order_ptr) * C.num_packs
+    if turn == num_turns + gl.num_programs(0) - 1:
+        gl.atomic_xchg(counter_ptr, 0, sem="relaxed")
 
 
 @gluon.jit
