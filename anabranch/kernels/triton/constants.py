@@ -27,6 +27,7 @@ class Tiles:
     keys_first: bool
     values_first: bool
     lazy_peak: bool
+    early_copies: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +171,7 @@ def attend_program(
             keys_first=config.keys_first,
             values_first=config.values_first,
             lazy_peak=config.lazy_peak,
+            early_copies=config.early_copies,
         ),
         division=Division(
             num_programs=max(num_programs, num_kv_heads),

@@ -198,10 +198,15 @@ def attend_tiles(
                 if not BOXED:
                     pages = pages_of(next_keys, origin, seq_len, view, table_stride, C)
             value_scales = load_folded(v, v_scale_place, V_BY_KEY)
-        state = update_state(
-            state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
-            V_WORDS and V_BY_KEY, C.tiles.lazy_peak, C.tiles.keys_first,
-        )  # fmt: skip
+        # The compiler puts what stands under a condition, and nothing else, after the next copies.
+        is_due = True
+        if C.tiles.early_copies:
+            is_due = index < stop
+        if is_due:
+            state = update_state(
+                state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
+                V_WORDS and V_BY_KEY, C.tiles.lazy_peak, C.tiles.keys_first,
+            )  # fmt: skip
     if V_WORDS and V_FORMAT.scaling == "tensor":
         state = (state[0], state[1], state[2] * tl.load(v.scales.ptr))
     return state
