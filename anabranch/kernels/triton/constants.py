@@ -28,6 +28,7 @@ class Tiles:
     values_first: bool
     lazy_peak: bool
     early_copies: bool
+    lean_peak: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +173,7 @@ def attend_program(
             values_first=config.values_first,
             lazy_peak=config.lazy_peak,
             early_copies=config.early_copies,
+            lean_peak=config.lean_peak,
         ),
         division=Division(
             num_programs=max(num_programs, num_kv_heads),

@@ -105,6 +105,36 @@ def update_state(
 
 
 @triton.jit
+def in_groups(tile):
+    """[ROWS, KEYS] as [ROWS, 2, KEYS / 16, 4, 2]: NVIDIA's matrix unit leaves a thread axes 2, 4."""
+    return tl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 16, 4, 2])
+
+
+@triton.jit
+def update_lazily(state, scores, scale, v, value_scales):
+    """`update_state` with a lazy peak for rows of many keys; total is [ROWS, 2, 4].
+
+    Whether any logit exceeds its peak by 8 bits is all that warps have to agree upon, and sums over
+    keys are left as they lie in threads.
+    """
+    peak, total, acc = state
+    limit = peak + 8.0
+    heights = tl.max(tl.max(in_groups(scores), 4), 2) * scale
+    if tl.max((heights > limit[:, None, None]).to(tl.int32)) > 0:
+        tops = tl.max(scores, 1) * scale
+        new_peak = tl.where(tops > limit, tops, peak)
+        keep = tl.exp2(peak - pivot_of(new_peak))
+        peak, total, acc = new_peak, total * keep[:, None, None], acc * keep[:, None]
+    weights = tl.exp2(scores * scale - pivot_of(peak)[:, None])
+    total += tl.sum(tl.sum(in_groups(weights), 4), 2)
+    factors = weights
+    if value_scales is not None:
+        factors = weights * value_scales[None, :]
+    acc = tl.dot(factors.to(v.dtype), v, acc, input_precision="ieee")
+    return peak, total, acc
+
+
+@triton.jit
 def merge_part(state, out, lse):
     """Merge one finished part (out [ROWS, DIM], lse [ROWS]) into a running merge.
 

@@ -14,7 +14,13 @@ from anabranch.kernels.triton.addressing import (
 from anabranch.kernels.triton.code_words import load_words, permute_dims, unit_of
 from anabranch.kernels.triton.logits import capped, masked, score, weighted
 from anabranch.kernels.triton.masks import seen_by_all
-from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, sink_state, update_state
+from anabranch.kernels.triton.online_softmax import (
+    LOG2_E,
+    empty_state,
+    sink_state,
+    update_lazily,
+    update_state,
+)
 from anabranch.kernels.triton.resume import resume
 from anabranch.kernels.triton.scales import (
     load_folded,
@@ -203,10 +209,13 @@ def attend_tiles(
         if C.tiles.early_copies:
             is_due = index < stop
         if is_due:
-            state = update_state(
-                state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
-                V_WORDS and V_BY_KEY, C.tiles.lazy_peak, C.tiles.keys_first,
-            )  # fmt: skip
+            if C.tiles.lean_peak:
+                state = update_lazily(state, scores, scale, tile_v, value_scales)
+            else:
+                state = update_state(
+                    state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
+                    V_WORDS and V_BY_KEY, C.tiles.lazy_peak, C.tiles.keys_first,
+                )  # fmt: skip
     if V_WORDS and V_FORMAT.scaling == "tensor":
         state = (state[0], state[1], state[2] * tl.load(v.scales.ptr))
     return state
@@ -259,6 +268,9 @@ def attend_pair(
         first_key = tl.arange(0, C.tiles.block_n)[:, None] == 0
         total = tl.where(first_key, total[None, :], 0.0)
         acc = tl.trans(acc)
+    if C.tiles.lean_peak:
+        places = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
+        total = tl.where((places == 0)[None, :, :], total[:, None, None], 0.0)
     state = (peak, total, acc)
 
     full_start = tile
@@ -290,6 +302,8 @@ def attend_pair(
     if C.tiles.keys_first:
         total = tl.sum(total, 0)
         acc = tl.trans(acc)
+    if C.tiles.lean_peak:
+        total = tl.sum(tl.sum(total, 2), 1)
     if C.num_priors > 0 and LATE:
         peak, total, acc = resume(
             (peak, total, acc), prior, q_start + tokens, heads, row_mask & is_first, C
