@@ -45,6 +45,7 @@ class AttendConfig:
     lazy_peak: bool = False  # sums are scaled where a logit exceeds the peak by 8 bits, only there
     early_copies: bool = False  # the next tile is copied before this one is added to the sums
     lean_peak: bool = False
+    boxed_pages: bool = False
     fan_in: int = 64  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
     merge_batch: int = 8  # parts loaded at a time

@@ -22,7 +22,10 @@ def boxes_of(view: KeyView, constants: AttendConstants) -> Boxes | None:
     """Descriptors of contiguous keys, or None where the accelerator cannot take them."""
     c, tiles, rows = constants, constants.tiles, view.page_size
     origins = view.k.ptr.shape[0]
-    if view.page_table is not None or tiles.block_m < 64 or not origins * rows:
+    if tiles.block_m < 64 or not origins * rows:
+        return None
+    whole = tiles.boxed_pages and rows % tiles.block_n == 0 and origins * rows < 1 << 31
+    if view.page_table is not None and not whole:
         return None
     exact = c.head_dim_k == tiles.dk_main + tiles.dk_rest and c.head_dim_v == tiles.block_dv
     if not exact or view.k.ptr.element_size() != 2:

@@ -28,6 +28,7 @@ class Tiles:
     values_first: bool
     lazy_peak: bool
     early_copies: bool
+    boxed_pages: bool
     lean_peak: bool
 
 
@@ -173,6 +174,7 @@ def attend_program(
             values_first=config.values_first,
             lazy_peak=config.lazy_peak,
             early_copies=config.early_copies,
+            boxed_pages=config.boxed_pages,
             lean_peak=config.lean_peak,
         ),
         division=Division(

@@ -87,7 +87,8 @@ def attend_tiles(
         v_page, v_key = C.source.page_strides[2], C.source.page_strides[3]
     else:
         k_page, k_key, v_page, v_key = k.page, k.key, v.page, v.key
-    if BOXED:
+    PAGED_BOXES: tl.constexpr = BOXED and table is not None
+    if BOXED and not PAGED_BOXES:
         box_row = origin * (k.page // k.key)
     # Keys after the last one read it again, masked: a clamp costs less than a masked copy.
     # A tile that lies in one page looks up that page, and others a page for each key.
@@ -104,7 +105,9 @@ def attend_tiles(
         keys = index * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
         # Loading V before K moves the barrier that the compiler puts between the copies of two
         # tiles: it stands between iterations, and not between scores and softmax.
-        if BOXED:
+        if PAGED_BOXES:
+            place = pages * C.source.page_size + index * C.tiles.block_n % C.source.page_size
+        elif BOXED:
             place = box_row + index * C.tiles.block_n
         else:
             safe_keys = tl.minimum(keys, seq_len - 1)
@@ -142,7 +145,7 @@ def attend_tiles(
                 k, boxes[1], rest_ptrs, place, k_scale_place, kv_head, C.tiles.dk_main,
                 C.tiles.dk_rest, C.head_dim_k, DTYPE, K_FORMAT, K_SCALED, BOXED,
             )  # fmt: skip
-        if not BOXED:
+        if not BOXED or PAGED_BOXES:
             # The next tile's pages are on their way while this tile is attended to.
             next_keys = keys + C.tiles.block_n
             if ONE_PAGE:
