@@ -46,6 +46,8 @@ class AttendConfig:
     early_copies: bool = False  # the next tile is copied before this one is added to the sums
     lean_peak: bool = False
     boxed_pages: bool = False
+    paired: bool = False  # blocks of heads that read the same latent keys do so side by side
+    fused_merge: bool = True  # parts are merged by the worker that arrives last
     fan_in: int = 64  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
     merge_batch: int = 8  # parts loaded at a time

@@ -40,7 +40,8 @@ def boxes_of(view: KeyView, constants: AttendConstants) -> Boxes | None:
             return None  # a column would not fit into 32 bits
 
     def box(store: KeyStore, dim: int, width: int) -> TensorDescriptor:
-        shape = [origins * rows, (c.num_kv_heads - 1) * store.head + dim]
+        num_heads = 1 if view.values_in_keys else c.num_kv_heads
+        shape = [origins * rows, (num_heads - 1) * store.head + dim]
         return TensorDescriptor(store.ptr, shape, [store.key, 1], [tiles.block_n, width])
 
     return Boxes(

@@ -156,6 +156,9 @@ def attend_program(
     """Join a configuration with the shapes of a call."""
     main, rest = split_head_dim(head_dim_k)
     block_dv = max(16, power_of_two(head_dim_v))
+    one_tile = values_in_keys and block_dv == main
+    if one_tile and config.paired and group % config.block_m == 0:
+        num_kv_heads, group = group // config.block_m, config.block_m
     constants = AttendConstants(
         causal=causal,
         group=group,
@@ -200,7 +203,7 @@ def attend_program(
             page_size=page_size,
             k_format=k_format,
             v_format=v_format,
-            values_in_keys=values_in_keys and block_dv == main,
+            values_in_keys=one_tile,
             native_fp8=native_fp8,
             packed=packed,
         ),

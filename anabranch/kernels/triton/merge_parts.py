@@ -37,20 +37,21 @@ def merge_parts_kernel(out_rows, lse_rows, schedule_ptr, parts, C: tl.constexpr)
         gdc_wait()
     kv_head = tl.program_id(0)
     share, _, num_blocks, _, _, num_rounds = read_header(schedule_ptr)
-    for block in range(tl.program_id(1), num_blocks, C.division.num_workers):
+    ROUNDS: tl.constexpr = C.tiles.block_m // C.merging.rows
+    for item in range(tl.program_id(1), num_blocks * ROUNDS, C.division.num_workers):
         _, first_row, q_start, q_len, _, first_tile, num_tiles, first_unit = read_block(
-            schedule_ptr, block, C
+            schedule_ptr, item // ROUNDS, C
         )
+        row = item % ROUNDS * C.merging.rows
         num_rows = q_len * C.group
-        if num_tiles > 0:
+        left = tl.minimum(num_rows - first_row, C.tiles.block_m)
+        if (num_tiles > 0) & (row < left):
             place = num_rows, first_tile, num_tiles, first_unit
             num_parts, first_slot = parts_of(share, place, C)
             if (num_parts > 1) & (num_rounds == 0):
-                left = tl.minimum(num_rows - first_row, C.tiles.block_m)
-                for row in range(0, left, C.merging.rows):
-                    rows = row + tl.arange(0, C.merging.rows)
-                    out, lse = merge_children(
-                        0, 1, num_parts, first_slot, kv_head, rows, left, parts, C
-                    )
-                    rows += first_row
-                    write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+                rows = row + tl.arange(0, C.merging.rows)
+                out, lse = merge_children(
+                    0, 1, num_parts, first_slot, kv_head, rows, left, parts, C
+                )
+                rows += first_row
+                write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)

@@ -162,7 +162,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         native_fp8=has_fp8(q.device),
         packed=q.is_cuda and not torch.version.hip,
         fixed_parts=options.batch_invariant,
-        fused=options.fused_merge,
+        fused=options.fused_merge and config.fused_merge,
         overlap=has_overlap(q.device),
         leaves_empty=options.leave_empty,
         limit_registers=not torch.version.hip,  # AMD's compiler takes no limit

@@ -76,6 +76,8 @@ def attend_tiles(
         base_scale *= tl.load(k.scales.ptr)
     # Units of rows are multiplied into scores where these are not logits but for a scale.
     UNITS_FIRST: tl.constexpr = rules.softcap is not None or view.log_weights is not None
+    if SHARED:
+        kv_head *= 0  # rows have one head, which blocks of query heads may read side by side
     k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
     k_ptrs = dim_ptrs(k_ptr, k.dim, 0, C.tiles.dk_main)
     rest_ptrs = k_ptrs  # unused without a rest
