@@ -51,6 +51,7 @@ class AttendConfig:
     fan_in: int = 64  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
     merge_batch: int = 8  # parts loaded at a time
+    merge_together: bool = False  # ptxas is kept from loading a batch one after the other
     merge_price: int = 5  # a merge takes as long as this many tiles,
     block_price: int = 2  # and beginning a block as long as this many
     least_share: int = 1  # units of a worker, so that parts are not too small to pay

@@ -57,6 +57,7 @@ class Merging:
     fan_in: int
     rows: int
     batch: int
+    together: bool  # loads of a batch are all under way before the first is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ def attend_program(
             fan_in=config.fan_in,
             rows=min(config.merge_rows, config.block_m),
             batch=config.merge_batch,
+            together=config.merge_together,
         ),
         source=Source(
             page_size=page_size,

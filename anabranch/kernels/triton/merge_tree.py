@@ -14,7 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_part
+from anabranch.kernels.triton.online_softmax import (
+    empty_state,
+    finish_merge,
+    merge_batch,
+    merge_part,
+)
 from anabranch.kernels.triton.output import write_rows
 
 
@@ -70,14 +75,29 @@ def merge_children(
         for i in tl.static_range(BATCH):  # all loads are under way before the first is used
             child = first + i
             present = (rows < num_rows) & (child < children)
-            places = slot_of(node + child * span, first_slot, kv_head, C) * C.tiles.block_m + rows
-            ptrs = parts.outs + places[:, None] * C.tiles.block_dv + dims
-            lse = tl.load(parts.lses + places, present, other=float("-inf"), cache_modifier=".cg")
-            out = tl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
+            if C.merging.together:  # copies of the last part, and of the last row, weigh nothing
+                child = tl.minimum(child, children - 1)
+                slot = slot_of(node + child * span, first_slot, kv_head, C)
+                places = slot * C.tiles.block_m + tl.minimum(rows, num_rows - 1)
+                lse = tl.load(parts.lses + places, cache_modifier=".cg")
+                lse = tl.where(present, lse, float("-inf"))
+                ptrs = parts.outs + places[:, None] * C.tiles.block_dv + dims
+                out = tl.load(ptrs, cache_modifier=".cg")
+            else:
+                slot = slot_of(node + child * span, first_slot, kv_head, C)
+                places = slot * C.tiles.block_m + rows
+                ptrs = parts.outs + places[:, None] * C.tiles.block_dv + dims
+                lse = tl.load(
+                    parts.lses + places, present, other=float("-inf"), cache_modifier=".cg"
+                )
+                out = tl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
             outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
             lses = lses + (lse,)  # noqa: RUF005
-        for i in tl.static_range(BATCH):
-            state = merge_part(state, outs[i], lses[i])
+        if C.merging.together:
+            state = merge_batch(state, outs, lses, BATCH)
+        else:
+            for i in tl.static_range(BATCH):
+                state = merge_part(state, outs[i], lses[i])
     return finish_merge(state)
 
 

@@ -151,6 +151,24 @@ def merge_part(state, out, lse):
 
 
 @triton.jit
+def merge_batch(state, outs, lses, COUNT: tl.constexpr):
+    """`merge_part` for a tuple of parts at once, whose loads then do not wait for each other."""
+    peak, total, acc = state
+    new_peak = peak
+    for i in tl.static_range(COUNT):
+        new_peak = tl.maximum(new_peak, lses[i])
+    pivot = pivot_of(new_peak)
+    keep = tl.exp2((peak - pivot) * LOG2_E)
+    acc *= keep[:, None]
+    total *= keep
+    for i in tl.static_range(COUNT):
+        weight = tl.exp2((lses[i] - pivot) * LOG2_E)
+        acc += outs[i].to(tl.float32) * weight[:, None]
+        total += weight
+    return new_peak, total, acc
+
+
+@triton.jit
 def finish_state(state):
     """The state as the library's convention has it: out, and lse in natural log."""
     peak, total, acc = state
