@@ -106,7 +106,7 @@ def update_state(
 
 @triton.jit
 def in_groups(tile):
-    """[ROWS, KEYS] as [ROWS, 2, KEYS / 16, 4, 2]: NVIDIA's matrix unit leaves a thread axes 2, 4."""
+    """As [ROWS, 2, KEYS / 16, 4, 2]: NVIDIA's matrix unit leaves axes 2 and 4 to a thread."""
     return tl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 16, 4, 2])
 
 
