@@ -33,7 +33,7 @@ class PlanOptions(NamedTuple):
     """How work may be divided."""
 
     batch_invariant: bool = False  # the bits of a sequence do not depend on the batch
-    fused_merge: bool = True  # parts are merged without a second launch
+    fused_merge: bool | None = None  # parts are merged without a second launch; None: as is faster
     config: object | None = None  # the producer's own tiles, in place of those it would select
     rows_per_seq: float | None = None  # that tiles are selected for; by default the average
     leave_empty: bool = False  # rows that see no key need not be written

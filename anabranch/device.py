@@ -37,6 +37,11 @@ def has_fp8(device: torch.device) -> bool:
     return capability(device) >= (8, 9)
 
 
+def has_boxes(device: torch.device) -> bool:
+    """Whether an accelerator copies boxes, and large tiles of them fit: data-center GPUs."""
+    return capability(device)[0] in (9, 10)
+
+
 def has_tensor_memory(device: torch.device) -> bool:
     """Whether accumulators lie in a memory of their own: NVIDIA's data-center Blackwell."""
     return capability(device)[0] == 10

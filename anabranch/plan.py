@@ -46,7 +46,7 @@ def make_plan(
     window: int | None = None,
     tree_mask: torch.Tensor | None = None,
     batch_invariant: bool = False,
-    fused_merge: bool = True,
+    fused_merge: bool | None = None,
     config: object | None = None,
     rows_per_seq: float | None = None,
     leave_empty: bool = False,
@@ -56,8 +56,9 @@ def make_plan(
 
     Only the shape, dtype and device of `q` and `keys` matter, and the lengths, which are read on
     the device. With `batch_invariant`, keys are cut at fixed boundaries, so that a sequence's
-    result has the same bits in any batch of the same query length. Without `fused_merge`, a second
-    launch merges the parts, to see what that costs. `config` overrides the tiles, which are
+    result has the same bits in any batch of the same query length. A second launch merges the
+    parts if `fused_merge` is False, none does if it is True, and by default the producer chooses;
+    either way a graph holds it. `config` overrides the tiles, which are
     otherwise selected for `rows_per_seq` query rows (tokens times group) a sequence, by default
     the average. With `leave_empty`, rows that see no key may be left as they are in the `out` of
     attend(), where the caller has put empty states: then they cost nothing. `impl`

@@ -31,7 +31,7 @@ from hot_loop import (
 from triton import knobs
 
 from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
-from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend, select_lists
+from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
 from anabranch.kernels.expert_config import (
     ExpertConfig,
     every_expert_config,
@@ -43,9 +43,11 @@ from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
 from anabranch.kernels.gluon.latent_kernel import attend_latent
 from anabranch.kernels.gluon.launch import attend as gluon_attend
 from anabranch.kernels.gluon.order import order, order_size
+from anabranch.kernels.list_config import select_lists
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
 from anabranch.kernels.triton.attend_lists import attend_lists
+from anabranch.kernels.triton.boxes import box_keys
 from anabranch.kernels.triton.choose_pages import choose_pages, renew_bounds
 from anabranch.kernels.triton.code_words import in_words
 from anabranch.kernels.triton.constants import AttendProgram, attend_program
@@ -120,10 +122,12 @@ def launch_stored(
     head_dim: int = 128,
     page_size: int = 16,
     packed: bool = False,
+    num_pairs: int = 512,
+    boxed: bool = False,
 ) -> None:
     """Decode over latent rows or pages of 8 heads in a format, in the tiles selected for it.
 
-    `packed` is True for NVIDIA's GPUs, as in a plan.
+    `packed` is True for NVIDIA's GPUs, as in a plan, and `boxed` for those that copy boxes.
     """
     dims, num_kv_heads = ((576, 512), 1) if latent else ((head_dim, head_dim), 8)
     stores = [
@@ -138,8 +142,8 @@ def launch_stored(
         keys = PagedKV(k, v, ints(64, 16), ints(64), k_scales, v_scales, BRAIN)
     view = keys.view()
     config = select_attend(
-        rows_per_seq=rows, num_pairs=512, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
-        latent=latent, quantised=format_name != "plain",
+        rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
+        latent=latent, quantised=format_name != "plain", box_keys=box_keys(view) if boxed else 0,
     )  # fmt: skip
     shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
     halves = in_words(view.k) and not latent
@@ -150,6 +154,7 @@ def launch_stored(
         config, dims, page_size=page_size, num_programs=132, group=rows,
         num_kv_heads=num_kv_heads, k_format=view.k.format, v_format=view.v.format,
         values_in_keys=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
+        fused=config.fused_merge,
     )  # fmt: skip
     num_heads = rows * num_kv_heads
     state = AttentionState(meta(64, num_heads, dims[1], dtype=BRAIN), meta(64, num_heads))
@@ -165,6 +170,13 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
         yield f"decode latent, {rows} rows", call
         if rows == 64:
             yield f"decode latent, {rows} rows, values copied", partial(call, one_tile=False)
+    latent = partial(launch_stored, 128, "plain", shared_memory, latent=True)
+    yield "decode latent, one sequence", partial(latent, num_pairs=1)
+    if shared_memory >= 227 * 1024:
+        boxes = partial(latent, page_size=64, boxed=True)
+        yield "decode latent, boxes", boxes
+        yield "decode latent, boxes, one sequence", partial(boxes, num_pairs=1)
+        yield "decode latent, boxes, values copied", partial(boxes, one_tile=False)
     yield "decode latent q8_0", partial(launch_stored, 16, "q8_0", shared_memory, latent=True)
     stored = partial(launch_stored, latent=False, packed=shared_memory > 64 * 1024)
     for name in ("fp8_tensor", "fp8", "int8", "q8_0"):
@@ -299,17 +311,20 @@ def order_cases(_: int) -> Iterator[Case]:
 
 
 def merge_parts_cases(shared_memory: int) -> Iterator[Case]:
-    """Parts of short blocks and of long ones."""
+    """Parts of short blocks and of long ones, of latent keys, and fixed parts."""
 
-    def launch(rows: int, merge_rows: int) -> None:
-        config = AttendConfig(rows, 64, 4, 3, 2, merge_rows=merge_rows)
+    def launch(rows: int, dim: int, fixed_parts: bool = False, **merging: int) -> None:
+        config = AttendConfig(rows, 64, 4, 3, 2, **merging)
         given = {"page_size": 1, "num_programs": 132, "overlap": shared_memory >= 227 * 1024}
-        constants = program_of(config, (128, 128), **given, fused=False).constants
-        state = AttentionState(meta(64, 32, 128, dtype=BRAIN), meta(64, 32))
+        given |= {"fused": False, "fixed_parts": fixed_parts}
+        constants = program_of(config, (dim, dim), **given).constants
+        state = AttentionState(meta(64, 32, dim, dtype=BRAIN), meta(64, 32))
         merge_parts(state, ints(1024), SCRATCH, constants)
 
-    yield "short", partial(launch, 16, 4)
-    yield "long", partial(launch, 64, 16)
+    yield "short", partial(launch, 16, 128, merge_rows=4)
+    yield "short, fixed parts", partial(launch, 16, 128, fixed_parts=True, merge_rows=4)
+    yield "long", partial(launch, 64, 128, merge_rows=16)
+    yield "latent", partial(launch, 64, 512, merge_rows=1, merge_batch=16)
 
 
 def schedule_cases(_: int) -> Iterator[Case]:

@@ -12,7 +12,8 @@ from test_selected import Lists, assert_right, check, exact, make_lists
 from tolerance import assert_state_close
 
 from anabranch import AttentionState, SelectedKV, attend, make_plan, merge
-from anabranch.kernels.config import AttendConfig, select_lists
+from anabranch.kernels.config import AttendConfig
+from anabranch.kernels.list_config import select_lists
 from anabranch.kernels.triton import plan as plan_module
 
 GPU = pytest.mark.gpu

@@ -36,6 +36,7 @@ DECODE = [
     "decode 256/256 bfloat16, 32 rows, 1024 pairs",
     "decode with every rule and prior states",
     "decode latent, 16 rows",
+    "decode latent, one sequence",
     "decode latent q8_0",
     "decode fp8",
     "decode int8",
@@ -48,7 +49,7 @@ PREFILL = [
 SOME = {
     (ATTEND, "sm_80"): DECODE,
     (ATTEND, "gfx942"): DECODE,
-    (ATTEND, "sm_100"): DECODE + PREFILL,
+    (ATTEND, "sm_100"): [*DECODE, *PREFILL, "decode latent, boxes, values copied"],
     **{
         (module, target): cases
         for target in ("sm_80", "sm_100", "gfx942")
@@ -76,7 +77,10 @@ SPILLS = {
         "prefill 256/256 bfloat16": 448,  # an accumulator of 128 x 256 leaves no registers
         "prefill with window": 512,
         "decode latent": 16,
-        "decode latent, 64 rows": 640,  # an accumulator of 64 x 512
+        # an accumulator of 64 x 512
+        "decode latent, 64 rows": 640,
+        "decode latent, boxes": 640,
+        "decode latent, one sequence": 640,
         "decode latent q8_0": 256,
         # 168 registers, for three programs a processor
         **dict.fromkeys(("decode fp8", "decode int8", "decode q8_0"), 8),

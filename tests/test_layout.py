@@ -56,6 +56,7 @@ KERNELS_READ = {
     "kernels.build_cache",
     "kernels.compile",
     "kernels.linear_config",
+    "kernels.list_config",
     "kernels.expert_config",
 }
 # Gluon is built on Triton: the same masks, online softmax and merge, called from both.

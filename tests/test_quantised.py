@@ -96,7 +96,7 @@ def test_words(page_size: int, name: str, device: str) -> None:
     assert in_words(keys.view().k)
     check(case, "triton", FEW_ROWS)
     case = replace(case, window=20, softcap=5.0 if page_size == 8 else None)
-    check(case, "triton", replace(FEW_ROWS, keys_first=False, lazy_peak=True))
+    check(case, "triton", replace(FEW_ROWS, keys_first=False))
 
 
 def test_codes_that_are_not_in_words() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
-LIST_PROGRAMS = 3  # for parts of lists, that a processor is given at most
 WIDE = 256  # columns beyond which queries alone may fill a GPU's shared memory
 
 
@@ -42,16 +41,12 @@ class AttendConfig:
     workers_per_sm: int
     keys_first: bool = False  # transposed tiles, for few rows
     values_first: bool = False  # values are copied with the keys, not after the scores
-    lazy_peak: bool = False  # sums are scaled where a logit exceeds the peak by 8 bits, only there
-    early_copies: bool = False  # the next tile is copied before this one is added to the sums
-    lean_peak: bool = False
-    boxed_pages: bool = False
-    paired: bool = False  # blocks of heads that read the same latent keys do so side by side
+    lazy_peak: bool = False  # latent sums are scaled only where a logit exceeds a peak by 8 bits
+    paired: bool = False  # blocks of heads read the same latent keys side by side, pages as boxes
     fused_merge: bool = True  # parts are merged by the worker that arrives last
     fan_in: int = 64  # parts merged by one node of the merge tree
     merge_rows: int = 4  # rows merged at a time
     merge_batch: int = 8  # parts loaded at a time
-    merge_together: bool = False  # ptxas is kept from loading a batch one after the other
     merge_price: int = 5  # a merge takes as long as this many tiles,
     block_price: int = 2  # and beginning a block as long as this many
     least_share: int = 1  # units of a worker, so that parts are not too small to pay
@@ -142,16 +137,23 @@ def select_attend(
     window: int | None = None,
     latent: bool = False,
     quantised: bool = False,
+    box_keys: int = 0,
+    fused_merge: bool | None = None,
 ) -> AttendConfig:
     """Tiles by how many query rows (tokens times group) a sequence has on average.
 
     `num_pairs` is sequences times kv heads; with `latent`, values are columns of keys; `quantised`
-    where keys, values or both are. Microseconds are medians on an H200, bfloat16,
-    32/8 heads of 128 unless said otherwise.
+    where keys, values or both are; `box_keys` keys of a page can be copied as a box, none if it is
+    0; `fused_merge` is None where parts may be merged either way. Microseconds are medians on an
+    H200, bfloat16, 32/8 heads of 128 unless said otherwise.
     """
     head_dim = max(head_dim_k, head_dim_v)
     if head_dim > WIDE:
-        return _select_wide(rows_per_seq, num_pairs, itemsize, latent)
+        if latent and rows_per_seq > 32 and itemsize == 2:
+            boxed = box_keys > 0 and box_keys % 64 == 0
+            may_part = fused_merge is not True
+            return _select_latent(rows_per_seq, num_pairs, boxed, quantised, may_part)
+        return _select_wide(rows_per_seq, itemsize, latent)
     if itemsize == 4:
         rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
         return AttendConfig(rows, 32, num_warps=4, num_stages=2, workers_per_sm=1)
@@ -163,48 +165,6 @@ def select_attend(
         warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
         return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
     return _select_long(rows_per_seq, head_dim, window)
-
-
-def select_lists(
-    *,
-    group: int,
-    num_lists: int,
-    width: int,
-    head_dim_k: int,
-    head_dim_v: int,
-    itemsize: int,
-    num_sms: int,
-    per_program: int,
-    per_sm: int,
-) -> AttendConfig | None:
-    """Tiles of lists that are cut into parts of a program each; None if these do not all fit.
-
-    A program waits for its places in a list, then for all that lies there at once; one that has to
-    wait for another to end would do that again. A trial run on an H200, graph replays, 1 x 640 of
-    32000 keys: lists of query heads 8.41 (in the general kernel 13.33, in tiles of 32 keys 10.12,
-    of 64 keys with a tile a part 8.87), lists of kv heads 5.36 (8.44, 7.38 and 5.87).
-    """
-    head_dim = max(head_dim_k, head_dim_v)
-    if group > 16 or head_dim > WIDE or not num_lists * width:
-        return None
-    rows = power_of_two(min(group, 4))
-    config = partial(AttendConfig, 16, keys_first=itemsize == 2, merge_rows=rows)
-    wide = head_dim > 128  # tiles of as many bytes; not measured
-    if itemsize == 4:  # transposed tiles would spill
-        tried = (config(32, 4, 2, LIST_PROGRAMS, part_tiles=1),)
-    elif group == 1:
-        tried = (config(32 if wide else 64, 4, 3, LIST_PROGRAMS, part_tiles=2),)
-    else:
-        sizes = (64, 32) if wide else (128, 64)  # smaller ones leave room for more programs
-        tried = (config(size, 4, 2, LIST_PROGRAMS, part_tiles=1) for size in sizes)
-    for each in tried:
-        fitted = fit_shared_memory(
-            each, head_dim_k, head_dim_v, itemsize, per_program=per_program, per_sm=per_sm
-        )
-        programs = num_lists * -(-width // (fitted.block_n * fitted.part_tiles))
-        if programs <= fitted.workers_per_sm * num_sms:
-            return fitted
-    return None
 
 
 def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int) -> AttendConfig:
@@ -244,7 +204,7 @@ def _select_decoding(rows_per_seq: float, head_dim: int) -> AttendConfig:
     return config(64, 4, 3, 2, keys_first=True)
 
 
-def _select_wide(rows_per_seq: float, num_pairs: int, itemsize: int, latent: bool) -> AttendConfig:
+def _select_wide(rows_per_seq: float, itemsize: int, latent: bool) -> AttendConfig:
     """More than 256 columns: 64 rows with float32 sums of 512 columns fill the registers."""
     merge = {"merge_rows": 4, "merge_batch": 4, "whole_rows": 2048}
     if itemsize == 4:
@@ -255,11 +215,25 @@ def _select_wide(rows_per_seq: float, num_pairs: int, itemsize: int, latent: boo
         return AttendConfig(16, 32, 4, 3, 1, keys_first=True, **merge)
     if rows_per_seq <= 32:
         return AttendConfig(32, 32, 8, 3, 1, keys_first=True, **merge)
-    if not latent:
-        return AttendConfig(64, 32, 8, 2, 1, **merge)
-    # 128 heads, 128 x 4096: 482 against 493 without a lazy peak
-    config = partial(AttendConfig, 64, 64, 8, 2, 1, lazy_peak=True, **{**merge, "merge_rows": 16})
-    if num_pairs <= 8:  # 128 heads, 1 x 8192: 66 against 70 merged 8 at a time, 81 merged 16
+    return AttendConfig(64, 32, 8, 2, 1, **merge)
+
+
+def _select_latent(
+    rows_per_seq: float, num_pairs: int, boxed: bool, quantised: bool, may_part: bool
+) -> AttendConfig:
+    """Latent keys and more than 32 rows. Microseconds are for 128 heads.
+
+    Side by side, with pages as boxes: 128 x 4096 413 against 479, 16 x 8192 148 against 162;
+    without boxes 494 and 167. A merge by a launch of its own, 1 x 8192: 28 in boxes, 31 without, 66
+    by workers that arrive last.
+    """
+    config = partial(AttendConfig, 64, 64, 8, 2, 1, lazy_peak=True, whole_rows=2048)
+    if num_pairs <= 8 and rows_per_seq <= 512 and may_part:
+        share = 3 if boxed else 2
+        apart = partial(config, fused_merge=False, merge_rows=1, merge_batch=16, least_share=share)
+        return apart(paired=not quantised)
+    config = partial(config, paired=boxed, merge_rows=16, merge_batch=4)
+    if num_pairs <= 8:  # 1 x 8192: 66 against 70 merged 8 at a time, 81 merged 16
         return config(least_share=4, fan_in=4)
     return config()
 

@@ -154,7 +154,7 @@ class ModelRunner:
         rows: torch.Tensor | int,
     ) -> torch.Tensor:
         """Logits of these rows, or, for 0, of every token; all on the device."""
-        step.fused_merge = self._fused_merge
+        step.fused_merge = None if self._fused_merge else False
         self.choice.equip(step)
         with running(self._slot, step):
             outputs = self.model(

@@ -50,7 +50,7 @@ class Step:
 
     entries: list[Entry]
     slot_mapping: torch.Tensor  # int64 [num_tokens], negative for tokens that are not kept
-    fused_merge: bool = True
+    fused_merge: bool | None = None  # as in make_plan
     min_saved_keys: int = MIN_SAVED_KEYS  # for which a prefix is attended to once for its group
     min_saved_bytes: int = MIN_SAVED_BYTES  # by all groups, for which any prefix is
     sparse: SparseDecode | None = None  # what chooses pages for entries that select

@@ -57,7 +57,7 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"it has tiles for head dims {known}, got {dims[0]}/{dims[1]}"
     if options.config is not None and not isinstance(options.config, HopperTiles):
         return f"config must be HopperTiles, got {type(options.config).__name__}"
-    if not options.fused_merge:
+    if options.fused_merge is False:
         return "it merges parts without a second launch, got fused_merge=False"
     if view.lists is not None or view.log_weights is not None:
         return f"it copies keys in boxes, got lists of up to {keys.capacity} keys"

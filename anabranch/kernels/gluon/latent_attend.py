@@ -35,7 +35,7 @@ def latent_refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"it has tiles for latent rows of 576/512 columns, got {dims[0]}/{dims[1]}"
     if options.config is not None and not isinstance(options.config, LatentTiles):
         return f"config must be LatentTiles, got {type(options.config).__name__}"
-    if not options.fused_merge:
+    if options.fused_merge is False:
         return "it merges parts without a second launch, got fused_merge=False"
     page = view.page_size
     if page < LATENT_MIN_PAGE or page & (page - 1):

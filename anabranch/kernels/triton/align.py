@@ -22,7 +22,9 @@ def aligned_share(blocks_ptr, num_blocks, share, C: tl.constexpr, CHUNK: tl.cons
         most = 0  # no share is large enough
     step = tl.maximum(share // 64, 1)
     even = tl.cdiv(tl.sum(num_tiles), C.division.num_workers)
-    aligned = tl.maximum(tl.maximum(even, C.division.least_share), 1)
+    # The price of the next block must not reach into the share before: a worker would begin there.
+    least: tl.constexpr = max(C.division.least_share, C.division.block_price + 1)
+    aligned = tl.maximum(even, least)
     needed = tl.sum(tl.cdiv(num_tiles, aligned))
     while (needed > C.division.num_workers) & (aligned + step <= most):
         aligned += step

@@ -27,6 +27,7 @@ from anabranch.kernels.triton.constants import (
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
 from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, finish_state
 from anabranch.kernels.triton.output import write_rows
+from anabranch.kernels.triton.pair import attend_pair
 from anabranch.kernels.triton.resume import prior_arguments, resume
 from anabranch.kernels.triton.schedule_layout import (
     is_dealt,
@@ -38,7 +39,6 @@ from anabranch.kernels.triton.schedule_layout import (
     read_worker,
     units_of,
 )
-from anabranch.kernels.triton.tiles import attend_pair
 from anabranch.keys import KeyView
 from anabranch.rules import Rules
 from anabranch.state import AttentionState

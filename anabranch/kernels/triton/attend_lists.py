@@ -25,8 +25,8 @@ from anabranch.kernels.triton.constants import (
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
 from anabranch.kernels.triton.online_softmax import finish_state
 from anabranch.kernels.triton.output import write_rows
+from anabranch.kernels.triton.pair import attend_pair
 from anabranch.kernels.triton.resume import prior_arguments
-from anabranch.kernels.triton.tiles import attend_pair
 from anabranch.keys import KeyView
 from anabranch.rules import Rules
 from anabranch.state import AttentionState

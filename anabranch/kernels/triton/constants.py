@@ -27,9 +27,7 @@ class Tiles:
     keys_first: bool
     values_first: bool
     lazy_peak: bool
-    early_copies: bool
-    boxed_pages: bool
-    lean_peak: bool
+    paired: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +55,6 @@ class Merging:
     fan_in: int
     rows: int
     batch: int
-    together: bool  # loads of a batch are all under way before the first is used
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +155,8 @@ def attend_program(
     main, rest = split_head_dim(head_dim_k)
     block_dv = max(16, power_of_two(head_dim_v))
     one_tile = values_in_keys and block_dv == main
-    if one_tile and config.paired and group % config.block_m == 0:
+    paired = config.paired and one_tile
+    if paired and group % config.block_m == 0:  # each block of heads as if it had its own keys
         num_kv_heads, group = group // config.block_m, config.block_m
     constants = AttendConstants(
         causal=causal,
@@ -176,10 +174,8 @@ def attend_program(
             block_dv=block_dv,
             keys_first=config.keys_first,
             values_first=config.values_first,
-            lazy_peak=config.lazy_peak,
-            early_copies=config.early_copies,
-            boxed_pages=config.boxed_pages,
-            lean_peak=config.lean_peak,
+            lazy_peak=config.lazy_peak and values_in_keys and not config.keys_first,
+            paired=paired,
         ),
         division=Division(
             num_programs=max(num_programs, num_kv_heads),
@@ -199,7 +195,6 @@ def attend_program(
             fan_in=config.fan_in,
             rows=min(config.merge_rows, config.block_m),
             batch=config.merge_batch,
-            together=config.merge_together,
         ),
         source=Source(
             page_size=page_size,

@@ -1,4 +1,4 @@
-"""Parts merged by a launch of their own, to be compared with the merge tree."""
+"""Parts merged by a launch of their own: many programs, each for a few rows of a block."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from anabranch.kernels.triton.output import write_rows
 from anabranch.kernels.triton.schedule_layout import parts_of, read_block, read_header
 from anabranch.state import AttentionState
 
+PROGRAMS_PER_WORKER = 8  # at most: so many of 4 warps share a processor with half its registers
+
 
 def merge_parts(
     state: AttentionState, schedule: torch.Tensor, parts: Parts, constants: AttendConstants
 ) -> None:
     """Write the merge of the parts that a launch of attention has left."""
-    merge_parts_kernel[constants.num_kv_heads, constants.division.num_workers](
+    num_workers = constants.division.num_workers
+    rounds = -(-state.out.shape[0] * constants.group // constants.merging.rows)
+    programs = min(max(rounds, num_workers), PROGRAMS_PER_WORKER * num_workers)
+    merge_parts_kernel[constants.num_kv_heads, programs](
         Rows(state.out, *state.out.stride()),
         Rows(state.lse, *state.lse.stride(), 0),
         schedule,
@@ -32,13 +37,15 @@ def merge_parts(
 
 @triton.jit
 def merge_parts_kernel(out_rows, lse_rows, schedule_ptr, parts, C: tl.constexpr):
-    """Merge the parts of all blocks that have several: what a launch of its own would cost."""
+    """Merge the parts of all blocks that have several."""
     if C.overlap:
         gdc_wait()
     kv_head = tl.program_id(0)
     share, _, num_blocks, _, _, num_rounds = read_header(schedule_ptr)
+    if num_rounds > 0:
+        num_blocks = 0  # all were dealt out whole
     ROUNDS: tl.constexpr = C.tiles.block_m // C.merging.rows
-    for item in range(tl.program_id(1), num_blocks * ROUNDS, C.division.num_workers):
+    for item in range(tl.program_id(1), num_blocks * ROUNDS, tl.num_programs(1)):
         _, first_row, q_start, q_len, _, first_tile, num_tiles, first_unit = read_block(
             schedule_ptr, item // ROUNDS, C
         )
@@ -48,7 +55,7 @@ def merge_parts_kernel(out_rows, lse_rows, schedule_ptr, parts, C: tl.constexpr)
         if (num_tiles > 0) & (row < left):
             place = num_rows, first_tile, num_tiles, first_unit
             num_parts, first_slot = parts_of(share, place, C)
-            if (num_parts > 1) & (num_rounds == 0):
+            if num_parts > 1:
                 rows = row + tl.arange(0, C.merging.rows)
                 out, lse = merge_children(
                     0, 1, num_parts, first_slot, kv_head, rows, left, parts, C

@@ -69,13 +69,16 @@ def merge_children(
     state = empty_state(C.merging.rows, C.tiles.block_dv)
     dims = tl.arange(0, C.tiles.block_dv)[None, :]
     BATCH: tl.constexpr = C.merging.batch
+    # ptxas loads parts that wait under a condition, or for the weight of the part before, one after
+    # the other. Fixed parts are merged one by one everywhere, for the same bits.
+    TOGETHER: tl.constexpr = not C.merging.fused and not C.division.fixed_parts
     for first in range(0, children, BATCH):
         outs = ()
         lses = ()
         for i in tl.static_range(BATCH):  # all loads are under way before the first is used
             child = first + i
             present = (rows < num_rows) & (child < children)
-            if C.merging.together:  # copies of the last part, and of the last row, weigh nothing
+            if TOGETHER:  # copies of the last part, and of the last row, weigh nothing
                 child = tl.minimum(child, children - 1)
                 slot = slot_of(node + child * span, first_slot, kv_head, C)
                 places = slot * C.tiles.block_m + tl.minimum(rows, num_rows - 1)
@@ -93,7 +96,7 @@ def merge_children(
                 out = tl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
             outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
             lses = lses + (lse,)  # noqa: RUF005
-        if C.merging.together:
+        if TOGETHER:
             state = merge_batch(state, outs, lses, BATCH)
         else:
             for i in tl.static_range(BATCH):

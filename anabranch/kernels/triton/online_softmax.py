@@ -43,15 +43,13 @@ def sink_state(logits):
 @triton.jit
 def update_state(
     state, scores, scale, v, value_scales, row_units,
-    SHIFTED: tl.constexpr, LAZY: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    SHIFTED: tl.constexpr, KEYS_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Attend to one more tile of keys: logits are scores times scale > 0.
 
     Scores are in units `row_units` [ROWS] where that is not None. Values are `v`, times
     `value_scales` [KEYS] where that is not None. SHIFTED, the peak is that of logits plus the
     exponents of these scales: then weights times scales are at most 2, which float16 holds.
-    LAZY, a peak is kept until a logit exceeds it by 8 bits, and sums are scaled only then: weights
-    are at most 256. With KEYS_FIRST that saves nothing and is not done.
 
     Scores are [ROWS, KEYS] and acc is [ROWS, DIM]; with KEYS_FIRST both are transposed, so that few
     rows are the narrow side of the matrix unit instead of padding its wide one. There a sum over
@@ -82,23 +80,15 @@ def update_state(
             tops = tl.max(scores * row_scale + exponent_of(value_scales)[None, :], 1)
         else:
             tops = tl.max(scores, 1) * scale
-        if LAZY:
-            grown = tops > peak + 8.0
-            new_peak = tl.where(grown, tops, peak)
-        else:
-            new_peak = tl.maximum(peak, tops)
+        new_peak = tl.maximum(peak, tops)
         pivot = pivot_of(new_peak)
         keep = tl.exp2(peak - pivot)
         weights = tl.exp2(scores * row_scale - pivot[:, None])
         factors = weights
         if value_scales is not None:
             factors = weights * value_scales[None, :]
-        if LAZY:  # noqa: SIM102 - one is known when compiling, the other is not
-            if tl.max(grown.to(tl.int32), 0) > 0:
-                acc = acc * keep[:, None]
         factors = factors.to(v.dtype)
-        if not LAZY:
-            acc = acc * keep[:, None]
+        acc = acc * keep[:, None]
         acc = tl.dot(factors, v, acc, input_precision="ieee")
         total = total * keep + tl.sum(weights, 1)
     return new_peak, total, acc
@@ -111,11 +101,19 @@ def in_groups(tile):
 
 
 @triton.jit
-def update_lazily(state, scores, scale, v, value_scales):
-    """`update_state` with a lazy peak for rows of many keys; total is [ROWS, 2, 4].
+def spread_total(total):
+    """A total [ROWS] as `update_lazily` has it, which adds up the sums over axes 2 and 4 alone."""
+    places = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
+    return tl.where((places == 0)[None, :, :], total[:, None, None], 0.0)
 
-    Whether any logit exceeds its peak by 8 bits is all that warps have to agree upon, and sums over
-    keys are left as they lie in threads.
+
+@triton.jit
+def update_lazily(state, scores, scale, v, value_scales):
+    """`update_state` with a lazy peak, for tiles of 16 keys or more; total is [ROWS, 2, 4].
+
+    A peak is kept until a logit exceeds it by 8 bits, and sums are scaled only then: weights are at
+    most 256. Whether any logit does is all that warps have to agree upon, and sums over keys are
+    left as they lie in threads.
     """
     peak, total, acc = state
     limit = peak + 8.0

@@ -7,14 +7,18 @@ from dataclasses import dataclass
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
-from anabranch.device import has_fp8, has_overlap, has_tensor_memory, num_sms, shared_memory
-from anabranch.kernels.config import (
-    AttendConfig,
-    fit_shared_memory,
-    select_attend,
-    select_lists,
+from anabranch.device import (
+    has_boxes,
+    has_fp8,
+    has_overlap,
+    has_tensor_memory,
+    num_sms,
+    shared_memory,
 )
+from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
+from anabranch.kernels.list_config import select_lists
 from anabranch.kernels.triton.attend_lists import parts_of_list
+from anabranch.kernels.triton.boxes import box_keys
 from anabranch.kernels.triton.code_words import in_words
 from anabranch.kernels.triton.constants import AttendConstants, AttendProgram, attend_program
 from anabranch.kernels.triton.merge_tree import Parts
@@ -77,7 +81,9 @@ def _select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig 
     is_plain = view.k.scales is None and view.v.scales is None and not view.values_in_keys
     if view.lists is None or not is_plain or keys.num_kv_heads != 1:
         return None
-    if options != PlanOptions(rows_per_seq=options.rows_per_seq):
+    if options.fused_merge is False:
+        return None
+    if options._replace(fused_merge=None, rows_per_seq=None) != PlanOptions():
         return None
     q = queries.packed
     per_program, per_sm = shared_memory(q.device)
@@ -135,6 +141,8 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
             window=rules.window,
             latent=view.values_in_keys,
             quantised=view.k.scales is not None or view.v.scales is not None,
+            box_keys=box_keys(view) if has_boxes(q.device) else 0,
+            fused_merge=options.fused_merge,
         )
         per_program, per_sm = shared_memory(q.device)
         # Blackwell's compiler copies values that are columns of keys
@@ -162,7 +170,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         native_fp8=has_fp8(q.device),
         packed=q.is_cuda and not torch.version.hip,
         fixed_parts=options.batch_invariant,
-        fused=options.fused_merge and config.fused_merge,
+        fused=config.fused_merge if options.fused_merge is None else options.fused_merge,
         overlap=has_overlap(q.device),
         leaves_empty=options.leave_empty,
         limit_registers=not torch.version.hip,  # AMD's compiler takes no limit

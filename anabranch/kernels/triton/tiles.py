@@ -7,21 +7,12 @@ from anabranch.kernels.triton.addressing import (
     bounded,
     dim_ptrs,
     key_offsets,
-    load_rows,
     load_tile,
     pages_of,
 )
 from anabranch.kernels.triton.code_words import load_words, permute_dims, unit_of
 from anabranch.kernels.triton.logits import capped, masked, score, weighted
-from anabranch.kernels.triton.masks import seen_by_all
-from anabranch.kernels.triton.online_softmax import (
-    LOG2_E,
-    empty_state,
-    sink_state,
-    update_lazily,
-    update_state,
-)
-from anabranch.kernels.triton.resume import resume
+from anabranch.kernels.triton.online_softmax import LOG2_E, update_lazily, update_state
 from anabranch.kernels.triton.scales import (
     load_folded,
     scale_offsets,
@@ -77,7 +68,7 @@ def attend_tiles(
     # Units of rows are multiplied into scores where these are not logits but for a scale.
     UNITS_FIRST: tl.constexpr = rules.softcap is not None or view.log_weights is not None
     if SHARED:
-        kv_head *= 0  # rows have one head, which blocks of query heads may read side by side
+        kv_head *= 0  # there is one, which paired blocks of query heads read
     k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
     k_ptrs = dim_ptrs(k_ptr, k.dim, 0, C.tiles.dk_main)
     rest_ptrs = k_ptrs  # unused without a rest
@@ -209,108 +200,18 @@ def attend_tiles(
                 if not BOXED:
                     pages = pages_of(next_keys, origin, seq_len, view, table_stride, C)
             value_scales = load_folded(v, v_scale_place, V_BY_KEY)
-        # The compiler puts what stands under a condition, and nothing else, after the next copies.
+        # What stands under a condition is left after the copies of the next tile.
         is_due = True
-        if C.tiles.early_copies:
+        if C.tiles.paired:
             is_due = index < stop
         if is_due:
-            if C.tiles.lean_peak:
+            if C.tiles.lazy_peak:
                 state = update_lazily(state, scores, scale, tile_v, value_scales)
             else:
                 state = update_state(
                     state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
-                    V_WORDS and V_BY_KEY, C.tiles.lazy_peak, C.tiles.keys_first,
+                    V_WORDS and V_BY_KEY, C.tiles.keys_first,
                 )  # fmt: skip
     if V_WORDS and V_FORMAT.scaling == "tensor":
         state = (state[0], state[1], state[2] * tl.load(v.scales.ptr))
     return state
-
-
-@triton.jit
-def attend_pair(
-    q,  # Rows
-    block,  # first_row, q_start
-    pair,  # origin, q_len, seq_len, kv_head
-    tile,
-    stop,
-    is_first,  # whether this is the first part of the pair, which also holds the sink
-    source,  # ViewArguments, Boxes or None for each, the stride of the table
-    rules,  # Rules
-    tree_width,
-    prior,  # PriorArguments or None
-    C: tl.constexpr,
-):
-    """The state of one block of rows over the tiles [tile, stop) of one kv head."""
-    first_row, q_start = block
-    _, q_len, seq_len, kv_head = pair
-    rows = first_row + tl.arange(0, C.tiles.block_m)
-    row_mask = rows < q_len * C.group
-    tokens = rows // C.group
-    heads = kv_head * C.group + rows % C.group
-    offsets = (q_start + tokens).to(tl.int64) * q.token + heads.to(tl.int64) * q.head
-    offsets = tl.where(row_mask, offsets, 0)  # rows that are never written read some row
-    ptrs = dim_ptrs(q.ptr, q.dim, 0, C.tiles.dk_main)
-    q_main = load_rows(ptrs, offsets, 0, C.tiles.dk_main, C.head_dim_k)
-    q_rest = q_main  # unused without a rest
-    if C.tiles.dk_rest > 0:
-        ptrs = dim_ptrs(q.ptr, q.dim, C.tiles.dk_main, C.tiles.dk_rest)
-        q_rest = load_rows(ptrs, offsets, C.tiles.dk_main, C.tiles.dk_rest, C.head_dim_k)
-    tree_rows = None
-    if rules.tree_mask is not None:  # rows that are never written read their sequence's first
-        own_tokens = tl.where(row_mask, tokens, 0)
-        tree_rows = rules.tree_mask + (q_start + own_tokens).to(tl.int64) * tree_width
-    peak, total, acc = empty_state(C.tiles.block_m, C.tiles.block_dv)
-    if rules.sinks is not None:
-        logits = tl.load(rules.sinks + heads, row_mask & is_first, other=float("-inf"))
-        peak, total = sink_state(logits.to(tl.float32))
-    # The one scale of codes is multiplied into the sum over all tiles; prior states have none.
-    LATE: tl.constexpr = C.source.v_words and C.source.v_format.scaling == "tensor"
-    if C.num_priors > 0 and not LATE:
-        peak, total, acc = resume(
-            (peak, total, acc), prior, q_start + tokens, heads, row_mask & is_first, C
-        )
-    if C.tiles.keys_first:
-        first_key = tl.arange(0, C.tiles.block_n)[:, None] == 0
-        total = tl.where(first_key, total[None, :], 0.0)
-        acc = tl.trans(acc)
-    if C.tiles.lean_peak:
-        places = tl.arange(0, 2)[:, None] * 4 + tl.arange(0, 4)[None, :]
-        total = tl.where((places == 0)[None, :, :], total[:, None, None], 0.0)
-    state = (peak, total, acc)
-
-    full_start = tile
-    full_stop = tile
-    if C.tiles.block_m >= 64:
-        last_token = (tl.minimum(first_row + C.tiles.block_m, q_len * C.group) - 1) // C.group
-        start, end = seen_by_all(
-            first_row // C.group, last_token, q_len, seq_len,
-            rules.window, rules.tree_mask, C.causal,
-        )  # fmt: skip
-        full_start = tl.cdiv(start, C.tiles.block_n)
-        full_stop = end // C.tiles.block_n
-    if source[1][0] is not None:
-        boxed_stop = tl.minimum(seq_len // C.tiles.block_n, stop)
-        state = attend_tiles(
-            state, (q_main, q_rest), tokens, tree_rows, tile, boxed_stop, full_start, full_stop,
-            pair, source, rules, tree_width, C, True,
-        )  # fmt: skip
-        tile = tl.maximum(tile, boxed_stop)
-    has_tiles = tile < stop
-    if C.division.uniform:
-        has_tiles = True  # known to the compiler
-    if has_tiles:
-        state = attend_tiles(
-            state, (q_main, q_rest), tokens, tree_rows, tile, stop, full_start, full_stop,
-            pair, source, rules, tree_width, C, False,
-        )  # fmt: skip
-    peak, total, acc = state
-    if C.tiles.keys_first:
-        total = tl.sum(total, 0)
-        acc = tl.trans(acc)
-    if C.tiles.lean_peak:
-        total = tl.sum(tl.sum(total, 2), 1)
-    if C.num_priors > 0 and LATE:
-        peak, total, acc = resume(
-            (peak, total, acc), prior, q_start + tokens, heads, row_mask & is_first, C
-        )
-    return peak, total, acc
