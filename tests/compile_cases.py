@@ -172,6 +172,8 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
             yield f"decode latent, {rows} rows, values copied", partial(call, one_tile=False)
     latent = partial(launch_stored, 128, "plain", shared_memory, latent=True)
     yield "decode latent, one sequence", partial(latent, num_pairs=1)
+    copied = partial(latent, num_pairs=1, one_tile=False)
+    yield "decode latent, one sequence, values copied", copied
     if shared_memory >= 227 * 1024:
         boxes = partial(latent, page_size=64, boxed=True)
         yield "decode latent, boxes", boxes

@@ -36,7 +36,6 @@ DECODE = [
     "decode 256/256 bfloat16, 32 rows, 1024 pairs",
     "decode with every rule and prior states",
     "decode latent, 16 rows",
-    "decode latent, one sequence",
     "decode latent q8_0",
     "decode fp8",
     "decode int8",
@@ -47,9 +46,14 @@ PREFILL = [
     "prefill int8",
 ]
 SOME = {
-    (ATTEND, "sm_80"): DECODE,
-    (ATTEND, "gfx942"): DECODE,
-    (ATTEND, "sm_100"): [*DECODE, *PREFILL, "decode latent, boxes, values copied"],
+    (ATTEND, "sm_80"): [*DECODE, "decode latent, one sequence"],
+    (ATTEND, "gfx942"): [*DECODE, "decode latent, one sequence"],
+    (ATTEND, "sm_100"): [
+        *DECODE,
+        *PREFILL,
+        "decode latent, one sequence, values copied",
+        "decode latent, boxes, values copied",
+    ],
     **{
         (module, target): cases
         for target in ("sm_80", "sm_100", "gfx942")

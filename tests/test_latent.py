@@ -9,14 +9,17 @@ import pytest
 import torch
 from cases import GPU, ON_CPU, Case, assert_right, every_producer, integers, make_inputs
 
-from anabranch import AttentionState, LatentKV, append_kv, attend, make_plan, merge
+from anabranch import AttentionState, LatentKV, append_kv, attend, make_plan, merge, reference
 from anabranch.kernels.config import AttendConfig, select_attend
+from anabranch.kernels.triton.boxes import box_keys, boxes_of
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 LATENT = Case(source="latent", num_kv_heads=1, dims=(48, 32), group=16, padding=1)
 MIXED = {"q_lens": (1, 8, 0, 3, 2), "k_lens": (70, 33, 5, 1, 0)}
 FEW_ROWS = AttendConfig(16, 32, 4, 2, 2, keys_first=True)
 MANY_ROWS = AttendConfig(64, 16, 4, 2, 1, merge_rows=4, merge_batch=2)
+PAIRED = replace(MANY_ROWS, lazy_peak=True, paired=True)
+DEVICES = [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=GPU)]
 
 
 def planned(
@@ -53,27 +56,106 @@ def test_widths(dims: tuple[int, int], dtype: torch.dtype, impl: str, device: st
     check(replace(LATENT, dims=dims, dtype=dtype, device=device, **lengths), impl)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=GPU)]
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("scale", [0.05, 3.0], ids="scale {}".format)
 @pytest.mark.parametrize("page_size", [8, 16])
-def test_lazy_peak(page_size: int, scale: float, device: str) -> None:
+@pytest.mark.parametrize("dims", [(48, 32), (64, 16)], ids=str)
+def test_lazy_peak(dims: tuple[int, int], page_size: int, scale: float, device: str) -> None:
     """Peaks that are kept and peaks that grow by far more than 8 bits, in one tile or several."""
     lengths = {"q_lens": (1, 3, 1), "k_lens": (90, 35, 0)}
-    case = replace(LATENT, scale=scale, page_size=page_size, device=device, **lengths)
+    case = replace(LATENT, dims=dims, scale=scale, page_size=page_size, device=device, **lengths)
     config = replace(MANY_ROWS, lazy_peak=True)
     check(replace(case, dtype=HALF), "triton", config=config)
     check(replace(case, sinks=True, window=50), "triton", config=config)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [8, 64])
+@pytest.mark.parametrize("num_heads", [16, 128])
+def test_paired_blocks(num_heads: int, page_size: int, device: str) -> None:
+    """Blocks of 64 heads side by side, over pages that are boxes and pages that are not."""
+    case = replace(LATENT, group=num_heads, page_size=page_size, dtype=HALF, device=device)
+    case = replace(case, q_lens=(1, 3, 0, 1, 2), k_lens=(150, 33, 5, 0, 64))
+    check(case, "triton", config=PAIRED)
+    check(replace(case, scale=3.0), "triton", config=replace(PAIRED, block_n=32))
+    rules = replace(case, window=40, softcap=5.0, sinks=True)
+    check(rules, "triton", config=PAIRED, batch_invariant=True)
+    coded = replace(rules, formats=("fp8", "fp8"))
+    check(coded, "triton", config=PAIRED, fused_merge=False)
+
+
+def test_pages_that_are_boxes() -> None:
+    """Whole tiles of 16-bit numbers that lie at equal distances of 16 bytes, in paired blocks."""
+
+    def boxes(case: Case, config: AttendConfig, width: int | None = None) -> bool:
+        q, keys, options = make_inputs(case, 0)
+        if width is not None:
+            wide = keys.cache.new_zeros(*keys.cache.shape[:2], width)
+            keys = LatentKV(wide[..., :48], keys.page_table, keys.seq_lens, 32)
+        plan = planned(q, keys, options, "triton", config=config)
+        found = boxes_of(keys.view(), plan.work.program.constants) is not None
+        assert not found or box_keys(keys.view()) == case.page_size
+        return found
+
+    case = replace(LATENT, page_size=64, dtype=HALF)
+    assert boxes(case, PAIRED) and boxes(case, PAIRED, width=56)
+    assert not boxes(case, PAIRED, width=52)
+    assert not boxes(case, replace(PAIRED, paired=False))
+    assert not boxes(case, replace(PAIRED, block_m=32))
+    assert not boxes(replace(case, page_size=8), PAIRED)
+    assert not boxes(replace(case, dtype=SINGLE), PAIRED)
+    assert not boxes(replace(case, dims=(64, 16)), PAIRED)
+    assert not boxes(replace(case, formats=("int8", "int8")), PAIRED)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("config", [MANY_ROWS, PAIRED], ids=["", "paired"])
+def test_shares_that_begin_at_blocks(config: AttendConfig, device: str) -> None:
+    """Shares no longer than the price of a block, which is then paid in the share before."""
+    config = replace(config, aligned_growth=50, deals=False)
+    case = replace(LATENT, q_lens=(1, 1), k_lens=(40, 10), dtype=HALF, device=device)
+    check(case, "triton", config=config)
+    lengths = {"q_lens": (1, 2, 0, 3, 2, 1), "k_lens": (200, 33, 5, 1, 0, 60)}
+    check(replace(case, group=128, **lengths), "triton", config=config)
+
+
 @GPU
 @pytest.mark.parametrize("num_heads", [16, 32, 64, 128])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_bfloat16(num_heads: int, page_size: int) -> None:
+@pytest.mark.parametrize("more", [(), (129, 64, 63, 65, 1)], ids=["few", "many"])
+def test_bfloat16(more: tuple[int, ...], num_heads: int, page_size: int) -> None:
     case = replace(LATENT, dims=(576, 512), group=num_heads, page_size=page_size, dtype=BRAIN)
-    lengths = {"q_lens": (1, 8, 0, 3, 2), "k_lens": (4000, 333, 5, 1, 0)}
+    lengths = {"q_lens": (1, 8, 0, 3, 2, *(1 for _ in more)), "k_lens": (4000, 333, 5, 1, 0, *more)}
     check(replace(case, device="cuda", **lengths), "triton")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("given", [{}, {"leave_empty": True}, {"fused_merge": True}], ids=str)
+def test_few_sequences_merge_apart(given: dict[str, Any], device: str) -> None:
+    """By default; the parts go on from prior states as well."""
+    case = replace(LATENT, dims=(576, 512), group=64, page_size=16, dtype=HALF, padding=0)
+    case = replace(case, q_lens=(1, 1), k_lens=(340, 3), causal=False, device=device)
+    q, keys, options = make_inputs(case, 0)
+    before = replace_table(keys, keys.page_table[:, :1], keys.seq_lens.clamp(max=16))
+    rest = replace_table(keys, keys.page_table[:, 1:].contiguous(), (keys.seq_lens - 16).relu())
+    plan = planned(q, rest, options, "triton", **given)
+    merging = plan.work.program.constants.merging
+    assert merging.fused == given.get("fused_merge", False)
+    states = {name: options[name] for name in ("cu_seqlens_q", "causal", "scale")}
+    out, lse = reference.attend(q, before, **states)
+    prior = AttentionState(out.to(device, HALF), lse.to(device, SINGLE))
+    state = attend(q, rest, plan=plan, impl="triton", prior=prior, **options)
+    assert_right(state, q, keys, options)
+    own = attend(q, rest, plan=plan, impl="triton", **options)
+    assert_right(own, q, rest, options)
+
+
+def test_fixed_parts_are_merged_as_anywhere() -> None:
+    """Tiles of a batch-invariant plan do not depend on how few sequences there are."""
+    case = replace(LATENT, dims=(576, 512), group=64, dtype=HALF, q_lens=(1,), k_lens=(9,))
+    q, keys, options = make_inputs(case, 0)
+    plan = planned(q, keys, options, "triton", batch_invariant=True)
+    assert plan.work.program.constants.merging.fused
 
 
 @every_producer
@@ -86,9 +168,7 @@ def test_options(options: dict[str, Any], impl: str, device: str) -> None:
     check(replace(LATENT, dtype=HALF, device=device, **MIXED, **options), impl)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=GPU)]
-)
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("config", [FEW_ROWS, MANY_ROWS], ids=["few rows", "many rows"])
 @pytest.mark.parametrize("fused_merge", [True, False])
 def test_keys_are_cut_and_merged(fused_merge: bool, config: AttendConfig, device: str) -> None:
@@ -96,9 +176,7 @@ def test_keys_are_cut_and_merged(fused_merge: bool, config: AttendConfig, device
     check(case, "triton", config=config, fused_merge=fused_merge)
 
 
-@pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=GPU)]
-)
+@pytest.mark.parametrize("device", DEVICES)
 def test_batch_invariance(device: str) -> None:
     """With fixed parts a sequence alone has the same bits as in a batch."""
     case = replace(LATENT, q_lens=(2, 2, 2), k_lens=(130, 17, 70), dtype=HALF, padding=0)
@@ -152,13 +230,16 @@ def test_compiled_whole(impl: str, device: str) -> None:
 
 
 @GPU
-def test_graph_replays_with_other_lengths() -> None:
-    case = replace(LATENT, dims=(576, 512), dtype=BRAIN, device="cuda", padding=0, page_size=16)
+@pytest.mark.parametrize("impl", [None, "triton"])
+@pytest.mark.parametrize(("num_heads", "page_size"), [(16, 16), (128, 64)])
+def test_graph_replays_with_other_lengths(num_heads: int, page_size: int, impl: str | None) -> None:
+    case = replace(LATENT, dims=(576, 512), dtype=BRAIN, device="cuda", padding=0)
+    case = replace(case, group=num_heads, page_size=page_size)
     q, keys, options = make_inputs(replace(case, q_lens=(1,) * 3, k_lens=(900, 64, 300)), 0)
-    attend(q, keys, **options)
+    attend(q, keys, impl=impl, **options)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        state = attend(q, keys, **options)
+        state = attend(q, keys, impl=impl, **options)
     for lengths in ([900, 64, 300], [1, 0, 299], [17, 63, 16]):
         keys.seq_lens.copy_(torch.tensor(lengths))
         graph.replay()
@@ -192,6 +273,25 @@ def test_tiles_hold_latent_rows() -> None:
         )  # fmt: skip
         rows[num_heads, q_len] = config.block_m
     assert rows == {(16, 1): 16, (16, 2): 32, (16, 4): 64, (128, 1): 64}
+
+
+def test_tiles_by_pages_and_sequences() -> None:
+    """Blocks are paired where pages hold whole tiles, and few sequences of few rows merge apart."""
+
+    def select(num_pairs: int, rows: int = 128, **given: Any) -> tuple[bool, bool]:
+        config = select_attend(
+            rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=576, head_dim_v=512, itemsize=2,
+            latent=True, **given,
+        )  # fmt: skip
+        return config.paired, config.fused_merge
+
+    assert select(64, box_keys=64) == select(64, box_keys=128) == (True, True)
+    assert select(64) == select(64, box_keys=32) == select(64, box_keys=96) == (False, True)
+    assert select(64, fused_merge=False) == (False, True)
+    assert select(1) == select(8, box_keys=64) == (True, False)
+    assert select(1, quantised=True) == (False, False)
+    assert select(1, fused_merge=True) == select(1, rows=4096) == (False, True)
+    assert select(1, rows=4096, box_keys=64) == (True, True)
 
 
 @pytest.mark.parametrize(
