@@ -11,6 +11,7 @@ from cases import GPU, ON_CPU, Case, assert_right, every_producer, integers, mak
 
 from anabranch import AttentionState, LatentKV, append_kv, attend, make_plan, merge, reference
 from anabranch.kernels.config import AttendConfig, select_attend
+from anabranch.kernels.triton import plan as triton_plan
 from anabranch.kernels.triton.boxes import box_keys, boxes_of
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -84,6 +85,7 @@ def test_paired_blocks(num_heads: int, page_size: int, device: str) -> None:
     check(coded, "triton", config=PAIRED, fused_merge=False)
 
 
+@ON_CPU
 def test_pages_that_are_boxes() -> None:
     """Whole tiles of 16-bit numbers that lie at equal distances of 16 bytes, in paired blocks."""
 
@@ -137,7 +139,9 @@ def test_few_sequences_merge_apart(given: dict[str, Any], device: str) -> None:
     case = replace(case, q_lens=(1, 1), k_lens=(340, 3), causal=False, device=device)
     q, keys, options = make_inputs(case, 0)
     before = replace_table(keys, keys.page_table[:, :1], keys.seq_lens.clamp(max=16))
-    rest = replace_table(keys, keys.page_table[:, 1:].contiguous(), (keys.seq_lens - 16).relu())
+    rest = replace_table(
+        keys, keys.page_table[:, 1:].contiguous(), (keys.seq_lens - 16).clamp(min=0)
+    )
     plan = planned(q, rest, options, "triton", **given)
     merging = plan.work.program.constants.merging
     assert merging.fused == given.get("fused_merge", False)
@@ -150,6 +154,7 @@ def test_few_sequences_merge_apart(given: dict[str, Any], device: str) -> None:
     assert_right(own, q, rest, options)
 
 
+@ON_CPU
 def test_fixed_parts_are_merged_as_anywhere() -> None:
     """Tiles of a batch-invariant plan do not depend on how few sequences there are."""
     case = replace(LATENT, dims=(576, 512), group=64, dtype=HALF, q_lens=(1,), k_lens=(9,))
@@ -273,6 +278,19 @@ def test_tiles_hold_latent_rows() -> None:
         )  # fmt: skip
         rows[num_heads, q_len] = config.block_m
     assert rows == {(16, 1): 16, (16, 2): 32, (16, 4): 64, (128, 1): 64}
+
+
+@ON_CPU
+@pytest.mark.parametrize(("head_dim_v", "block_n"), [(512, 64), (256, 32)])
+def test_room_for_values_beside_keys(
+    head_dim_v: int, block_n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values that are not the main tile of the keys take room of their own, on Hopper's 227 KiB."""
+    monkeypatch.setattr(triton_plan, "shared_memory", lambda device: (232448, 233472))
+    case = replace(LATENT, dims=(576, head_dim_v), group=64, dtype=HALF, q_lens=(1,), k_lens=(9,))
+    q, keys, options = make_inputs(case, 0)
+    plan = planned(q, keys, options, "triton")
+    assert plan.work.program.constants.tiles.block_n == block_n
 
 
 def test_tiles_by_pages_and_sequences() -> None:

@@ -65,6 +65,11 @@ def split_head_dim(head_dim: int) -> tuple[int, int]:
     return (main, rest) if main >= 16 and main + rest < whole else (whole, 0)
 
 
+def is_main_tile(head_dim_k: int, head_dim_v: int) -> bool:
+    """Whether values that are columns of keys are the first of the two tiles of keys."""
+    return max(16, power_of_two(head_dim_v)) == split_head_dim(head_dim_k)[0]
+
+
 def shared_bytes(
     config: AttendConfig,
     head_dim_k: int,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from anabranch.kernels.config import AttendConfig, power_of_two, split_head_dim
+from anabranch.kernels.config import AttendConfig, is_main_tile, power_of_two, split_head_dim
 from anabranch.keys import StoreFormat
 
 
@@ -154,7 +154,7 @@ def attend_program(
     """Join a configuration with the shapes of a call."""
     main, rest = split_head_dim(head_dim_k)
     block_dv = max(16, power_of_two(head_dim_v))
-    one_tile = values_in_keys and block_dv == main
+    one_tile = values_in_keys and is_main_tile(head_dim_k, head_dim_v)
     paired = config.paired and one_tile
     if paired and group % config.block_m == 0:  # each block of heads as if it had its own keys
         num_kv_heads, group = group // config.block_m, config.block_m

@@ -15,7 +15,12 @@ from anabranch.device import (
     num_sms,
     shared_memory,
 )
-from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
+from anabranch.kernels.config import (
+    AttendConfig,
+    fit_shared_memory,
+    is_main_tile,
+    select_attend,
+)
 from anabranch.kernels.list_config import select_lists
 from anabranch.kernels.triton.attend_lists import parts_of_list
 from anabranch.kernels.triton.boxes import box_keys
@@ -146,7 +151,8 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         )
         per_program, per_sm = shared_memory(q.device)
         # Blackwell's compiler copies values that are columns of keys
-        one_tile = view.values_in_keys and not has_tensor_memory(q.device)
+        one_tile = view.values_in_keys and is_main_tile(head_dim_k, head_dim_v)
+        one_tile = one_tile and not has_tensor_memory(q.device)
         shape = (head_dim_k, 0 if one_tile else head_dim_v, q.element_size())
         code_words = q.element_size() == 2 and not view.values_in_keys
         code_words = code_words and in_words(view.k) and in_words(view.v)
