@@ -156,8 +156,8 @@ def select_attend(
     if head_dim > WIDE:
         if latent and rows_per_seq > 32 and itemsize == 2:
             boxed = box_keys > 0 and box_keys % 64 == 0
-            may_part = fused_merge is not True
-            return _select_latent(rows_per_seq, num_pairs, boxed, quantised, may_part)
+            may_merge_apart = fused_merge is not True
+            return _select_latent(rows_per_seq, num_pairs, boxed, quantised, may_merge_apart)
         return _select_wide(rows_per_seq, itemsize, latent)
     if itemsize == 4:
         rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
@@ -224,7 +224,7 @@ def _select_wide(rows_per_seq: float, itemsize: int, latent: bool) -> AttendConf
 
 
 def _select_latent(
-    rows_per_seq: float, num_pairs: int, boxed: bool, quantised: bool, may_part: bool
+    rows_per_seq: float, num_pairs: int, boxed: bool, quantised: bool, may_merge_apart: bool
 ) -> AttendConfig:
     """Latent keys and more than 32 rows. Microseconds are for 128 heads.
 
@@ -233,7 +233,7 @@ def _select_latent(
     by workers that arrive last.
     """
     config = partial(AttendConfig, 64, 64, 8, 2, 1, lazy_peak=True, whole_rows=2048)
-    if num_pairs <= 8 and rows_per_seq <= 512 and may_part:
+    if num_pairs <= 8 and rows_per_seq <= 512 and may_merge_apart:
         share = 3 if boxed else 2
         apart = partial(config, fused_merge=False, merge_rows=1, merge_batch=16, least_share=share)
         return apart(paired=not quantised)

@@ -14,7 +14,7 @@ from anabranch.kernels.triton.output import write_rows
 from anabranch.kernels.triton.schedule_layout import parts_of, read_block, read_header
 from anabranch.state import AttentionState
 
-PROGRAMS_PER_WORKER = 8  # at most: so many of 4 warps share a processor with half its registers
+PROGRAMS_PER_WORKER = 8  # at most: with more rows, a program merges several in turn
 
 
 def merge_parts(
