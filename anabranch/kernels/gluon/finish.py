@@ -14,6 +14,7 @@ from anabranch.kernels.triton.online_softmax import (
     pivot_of,
 )
 
+MERGE_ROWS = gl.constexpr(16)  # rows merged at a time,
 MERGE_BATCH = gl.constexpr(4)  # parts loaded at a time: all are under way before one is used
 
 
@@ -52,13 +53,12 @@ def finish_item(
         leave_part(out, lse, rows, first_row, num_rows, part + first_slot, pack, parts, C)
         if is_last(parts, first_slot, num_parts, pack, C, WG):
             left = gl.minimum(num_rows - first_row, WG * 64 + 64)
-            ROWS: gl.constexpr = 32 if C.dv_main <= 128 else 16  # merged at a time
-            for row in range(WG * 64, left, ROWS):
+            for row in range(WG * 64, left, MERGE_ROWS):
                 merge_rows(row, left, first_row, first_slot, num_parts, pack, q_start, parts,
-                           out_rows, lse_rows, 0, C, C.dv_main, ROWS)  # fmt: skip
+                           out_rows, lse_rows, 0, C, C.dv_main)  # fmt: skip
                 if C.dv_rest:
                     merge_rows(row, left, first_row, first_slot, num_parts, pack, q_start, parts,
-                               out_rows, lse_rows, C.dv_main, C, C.dv_rest, ROWS)  # fmt: skip
+                               out_rows, lse_rows, C.dv_main, C, C.dv_rest)  # fmt: skip
 
 
 @gluon.jit
@@ -118,7 +118,7 @@ def is_last(parts, first_slot, num_parts, pack, C: gl.constexpr, WG: gl.constexp
 @gluon.jit
 def merge_rows(
     row, left, first_row, first_slot, num_parts, pack, q_start, parts, out_rows, lse_rows, first,
-    C: gl.constexpr, COLUMNS: gl.constexpr, ROWS: gl.constexpr,
+    C: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Merge some rows and columns of all parts, in the order of their keys, and write them.
 
@@ -129,11 +129,11 @@ def merge_rows(
     LANES: gl.constexpr = min(COLUMNS // 4, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = row + gl.arange(0, ROWS, row_layout)
+    rows = row + gl.arange(0, MERGE_ROWS, row_layout)
     columns = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    peak = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
-    total = gl.zeros([ROWS], gl.float32, row_layout)
-    merged = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
+    peak = gl.full([MERGE_ROWS], -float("inf"), gl.float32, row_layout)
+    total = gl.zeros([MERGE_ROWS], gl.float32, row_layout)
+    merged = gl.zeros([MERGE_ROWS, COLUMNS], gl.float32, layout)
     for part in range(0, num_parts, MERGE_BATCH):
         outs = ()
         lses = ()
