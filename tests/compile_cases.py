@@ -93,6 +93,7 @@ def launch_attend(
     weighted: bool = False,
     num_priors: int = 0,
     leaves_empty: bool = False,
+    folds_parts: bool = False,
 ) -> None:
     """Short blocks over pages, long ones over contiguous keys."""
     k, v = (meta(64, 16, 8, dim, dtype=dtype) for dim in dims)
@@ -101,7 +102,7 @@ def launch_attend(
     overlap = shared_memory >= 227 * 1024
     program = program_of(
         config, dims, page_size=keys.page_size, num_programs=132, fused=fused, overlap=overlap,
-        leaves_empty=leaves_empty,
+        leaves_empty=leaves_empty, folds_parts=folds_parts,
     )  # fmt: skip
     state = AttentionState(meta(64, 32, dims[1], dtype=dtype), meta(64, 32))
     q = meta(64, 32, dims[0], dtype=dtype)
@@ -218,6 +219,15 @@ def attend_cases(shared_memory: int) -> Iterator[Case]:
     yield "prefill that leaves empty rows", spans
     weighted = partial(launch_attend, short, (128, 128), BRAIN, plain, shared_memory, weighted=True)
     yield "decode with log-weights", weighted
+    for rows, rules in ((4, plain), (16, every_rule), (32, plain), (32768, plain)):
+        config = select_attend(
+            rows_per_seq=rows, num_pairs=256, head_dim_k=128, head_dim_v=128, itemsize=2
+        )
+        room = {"per_program": shared_memory, "per_sm": shared_memory, "folds_parts": True}
+        config = fit_shared_memory(config, 128, 128, 2, **room)
+        folded = partial(launch_attend, config, (128, 128), BRAIN, rules, shared_memory)
+        kind = "decode" if rows <= 16 else "prefill"
+        yield f"{kind} with fixed parts, {rows} rows", partial(folded, folds_parts=True)
     yield from stored_cases(shared_memory)
 
 
@@ -315,16 +325,16 @@ def order_cases(_: int) -> Iterator[Case]:
 def merge_parts_cases(shared_memory: int) -> Iterator[Case]:
     """Parts of short blocks and of long ones, of latent keys, and fixed parts."""
 
-    def launch(rows: int, dim: int, fixed_parts: bool = False, **merging: int) -> None:
+    def launch(rows: int, dim: int, folds_parts: bool = False, **merging: int) -> None:
         config = AttendConfig(rows, 64, 4, 3, 2, **merging)
         given = {"page_size": 1, "num_programs": 132, "overlap": shared_memory >= 227 * 1024}
-        given |= {"fused": False, "fixed_parts": fixed_parts}
+        given |= {"fused": False, "folds_parts": folds_parts}
         constants = program_of(config, (dim, dim), **given).constants
         state = AttentionState(meta(64, 32, dim, dtype=BRAIN), meta(64, 32))
         merge_parts(state, ints(1024), SCRATCH, constants)
 
     yield "short", partial(launch, 16, 128, merge_rows=4)
-    yield "short, fixed parts", partial(launch, 16, 128, fixed_parts=True, merge_rows=4)
+    yield "short, fixed parts", partial(launch, 16, 128, folds_parts=True, merge_rows=4)
     yield "long", partial(launch, 64, 128, merge_rows=16)
     yield "latent", partial(launch, 64, 512, merge_rows=1, merge_batch=16)
 
@@ -337,7 +347,7 @@ def schedule_cases(_: int) -> Iterator[Case]:
     ) -> None:
         lengths = ints(9)
         config = AttendConfig(rows, 64, num_warps=4, num_stages=3, workers_per_sm=2)
-        given = {"page_size": 16, "num_programs": 264, "fixed_parts": fixed_parts}
+        given = {"page_size": 16, "num_programs": 264, "folds_parts": fixed_parts}
         constants = program_of(config, (128, 128), **given).constants
         schedule(
             ints(schedule_size(8, 8, constants)),
@@ -354,6 +364,7 @@ def schedule_cases(_: int) -> Iterator[Case]:
     yield "lengths, window, fixed parts", partial(launch, True, False, 100, True)
     yield "packed", partial(launch, False, True, None, False)
     yield "packed, dealt out whole", partial(launch, False, True, None, False, rows=64)
+    yield "packed, fixed parts, dealt out whole", partial(launch, False, True, None, True, rows=64)
     yield "whole storage", partial(launch, False, False, None, False)
 
 

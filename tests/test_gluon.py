@@ -11,9 +11,13 @@ import torch
 from cases import Case, assert_right, make_inputs
 
 from anabranch import AttentionState, attend, make_plan
+from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import capability
 from anabranch.kernels.gluon.config import HEAD_DIMS, hopper_constants, select_tiles
 from anabranch.kernels.gluon.order import HEADER, ITEM, num_slots, order, order_size
+from anabranch.kernels.gluon.plan import make_hopper_plan
+from anabranch.queries import Queries
+from anabranch.rules import Rules
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 IS_HOPPER = torch.cuda.is_available() and capability(torch.device("cuda", 0))[0] == 9
@@ -126,17 +130,18 @@ def test_trees() -> None:
 
 @hopper
 @pytest.mark.gpu
-def test_a_sequence_has_the_same_bits_in_any_batch() -> None:
-    case = replace(MIXED, q_lens=(8, 8, 8), k_lens=(20000, 9000, 17))
+@pytest.mark.parametrize("q_len", [8, 130])  # alone, the longer is planned without code for parts
+def test_a_sequence_has_the_same_bits_in_any_batch(q_len: int) -> None:
+    case = replace(MIXED, q_lens=(q_len,) * 3, k_lens=(20000, 9000, q_len + 9))
     check(case, batch_invariant=True)
     q, keys, options = make_inputs(replace(case, padding=0), 0)
     given = {name: options[name] for name in PLANNED}
     plan = make_plan(q, keys, impl="gluon", batch_invariant=True, **given)
     together = attend(q, keys, plan=plan, **options)
     for seq in range(3):
-        some = slice(8 * seq, 8 * seq + 8)
+        some = slice(q_len * seq, q_len * (seq + 1))
         alone = replace_sequence(keys, seq)
-        starts = torch.tensor([0, 8], dtype=torch.int32, device="cuda")
+        starts = torch.tensor([0, q_len], dtype=torch.int32, device="cuda")
         own = {**given, "cu_seqlens_q": starts}
         plan = make_plan(q[some], alone, impl="gluon", batch_invariant=True, **own)
         state = attend(q[some], alone, plan=plan, **{**options, "cu_seqlens_q": starts})
@@ -275,12 +280,16 @@ def test_items_cover_every_tile_once(
     used = [item[9] + item[7] for item in items if item[8] > 1]
     assert len(used) == len(set(used))
     assert all(slot < slots for slot in used)
-    assert bool(used) == (is_cut or (fixed_parts and max(k_lens) > 64 * 128))
+    assert bool(used) == is_cut
     for seq, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
         for first_row in range(0, q_len * 4, 128):
             parts = sorted(blocks.pop((seq, first_row)), key=lambda item: item[7])
             assert [part[7] for part in parts] == list(range(parts[0][8]))
             assert all(a[5] + a[6] == b[5] for a, b in pairwise(parts))
+            if fixed_parts:  # as the block's own length says
+                num_tiles = sum(part[6] for part in parts)
+                size = num_tiles if q_len * 4 >= 512 else max(8, -(-num_tiles // 64))
+                assert len(parts) == -(-num_tiles // size)
             last_token = min(first_row + 128, q_len * 4) // 4 - 1
             first_seen = k_len - q_len + first_row // 4 - (window or k_len) + 1
             stop = max(min(k_len - q_len + last_token + 1, k_len), 0)
@@ -288,6 +297,33 @@ def test_items_cover_every_tile_once(
             assert parts[0][5] == start
             assert parts[-1][5] + parts[-1][6] == max(-(-stop // 128), start + 1)
     assert not blocks
+
+
+@pytest.mark.parametrize(
+    ("q_lens", "given", "splits"),
+    [
+        ((128,), True, False),
+        ((127,), True, True),
+        ((128, 200), True, True),  # 1 and 327 would be a batch of the same shape
+        ((128, 128), False, False),  # nobody gave lengths, so they are equal
+    ],
+    ids=str,
+)
+def test_fixed_parts_where_a_sequence_may_be_cut(
+    q_lens: tuple[int, ...], given: bool, splits: bool
+) -> None:
+    """Sequences of 512 rows or more are not, and code that never cuts is faster."""
+    num_seqs, num_tokens = len(q_lens), sum(q_lens)
+    case = replace(MIXED, q_lens=q_lens, k_lens=(300,) * num_seqs, group=4, device="cpu")
+    q, keys, options = make_inputs(replace(case, padding=0), 0)
+    starts = options["cu_seqlens_q"] if given else None
+    queries = Queries(q, starts, num_tokens // num_seqs, num_seqs)
+    rules = Rules(causal=True, scale=1.0)
+    call = AttendCall(queries, keys, rules, keys.view())
+    plan = make_hopper_plan(call, PlanOptions(batch_invariant=True))
+    assert plan.constants.splits == splits
+    assert bool(len(plan.parts.lses)) == splits
+    assert plan.order[0] == sum(-(-q_len * 4 // 128) for q_len in q_lens)
 
 
 def ordered(q_lens, k_lens, window, constants) -> tuple[list[list[int]], int]:

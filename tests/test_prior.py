@@ -52,7 +52,10 @@ def make_prior(
 
 PLANS: dict[str, dict[str, Any] | None] = {
     "": None,
-    "fixed parts, keys first": {"config": replace(CUT, keys_first=True), "batch_invariant": True},
+    "fixed parts, keys first": {
+        "config": replace(CUT, keys_first=True, part_tiles=1),
+        "batch_invariant": True,
+    },
     "a merge apart": {"config": CUT, "fused_merge": False},
     "leaving empty rows": {"leave_empty": True},
 }
@@ -90,14 +93,22 @@ def test_options_and_strides(impl: str, device: str) -> None:
 
 
 @every_producer
-@pytest.mark.parametrize("name", ["fp8_tensor", "fp8", "q8_0"])
-def test_codes_with_scales(name: str, impl: str, device: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [("fp8_tensor", ""), ("fp8", ""), ("q8_0", ""), ("fp8_tensor", "fixed parts, keys first")],
+)
+def test_codes_with_scales(name: str, plan: str, impl: str, device: str) -> None:
     """A scale of the call's own values is not one of the prior states."""
+    if impl == "torch" and plan:
+        pytest.skip("tiles are Triton's")
     case = replace(BASE, dims=(64, 64), dtype=torch.bfloat16, formats=(name, name), device=device)
     q, keys, rest, prior, options = make_prior(case, (3, 20))
     if name == "fp8_tensor":
         assert keys.v_scales is not None and keys.v_scales != 1
-    state = attend(q, rest, **options, prior=prior, impl=impl)
+    made = PLANS[plan]
+    if made is not None:
+        made = make_plan(q, rest, cu_seqlens_q=options["cu_seqlens_q"], impl=impl, **made)
+    state = attend(q, rest, **options, prior=prior, plan=made, impl=impl)
     assert_right(state, q, keys, options)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 WIDE = 256  # columns beyond which queries alone may fill a GPU's shared memory
+FEW_SUMS = 4096  # rows times columns of a part that may end inside of the loop over tiles
 
 
 def power_of_two(size: int) -> int:
@@ -53,7 +54,8 @@ class AttendConfig:
     aligned_growth: int = 0  # percent that shares may grow so that each lies in one block
     deals: bool = True  # blocks of many rows may be dealt out whole
     max_registers: int | None = None  # a thread may use, so that workers_per_sm fit
-    part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
+    part_tiles: int = 8  # tiles of a part at least, where parts are cut at fixed boundaries
+    group_parts: int = 4  # there, parts that are merged before their groups are
     whole_rows: int = 512  # there, sequences with so many query rows are not cut
 
 
@@ -105,8 +107,14 @@ def fit_shared_memory(
     per_program: int,
     per_sm: int,
     code_words: bool = False,
+    folds_parts: bool = False,
 ) -> AttendConfig:
-    """The configuration with fewer stages, smaller tiles and fewer workers, as a GPU needs it."""
+    """The configuration with fewer stages, smaller tiles and fewer workers, as a GPU needs it.
+
+    With `folds_parts`, sums of a part may pass through shared memory while copies are under way.
+    """
+    sums = config.block_m * power_of_two(head_dim_v) if folds_parts and head_dim_v else 0
+    per_program -= 4 * sums if sums <= FEW_SUMS else 0
     needs = partial(
         shared_bytes,
         head_dim_k=head_dim_k,
@@ -174,7 +182,7 @@ def select_attend(
 
 def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int) -> AttendConfig:
     """Decode and verify: transposed tiles, as many bytes under way as fit."""
-    config = partial(AttendConfig, rows, keys_first=True)
+    config = partial(AttendConfig, rows, keys_first=True, part_tiles=4)
     few_rows = {"merge_rows": 4, "merge_batch": 8}
     merge = few_rows if rows_per_seq <= 4 else {"merge_rows": 16, "merge_batch": 4}
     if head_dim > 128:
@@ -186,7 +194,7 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
     if num_pairs >= 512 and rows == 16:  # 128 x 1024: 129.7 against 131.2
         return config(32, 4, 3, 4, **{**merge, "merge_batch": 4}, max_registers=128)
     if rows == 32:  # 3 tokens, 8 x 259, 64/8 heads: 10.6, merging 16 rows at a time 11.4
-        return AttendConfig(rows, 64, 4, 3, 2, merge_rows=32, merge_batch=4)
+        return AttendConfig(rows, 64, 4, 3, 2, merge_rows=32, merge_batch=4, part_tiles=4)
     # 8 x 8192: 69.1 against 69.9 at a price of 2, 4 tokens 71.6 against 72.2
     return config(64, 4, 3, 2, **merge, block_price=4)
 
@@ -201,11 +209,15 @@ def _select_decoding(rows_per_seq: float, head_dim: int) -> AttendConfig:
         warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
         return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
     rows = 16 if rows_per_seq <= 16 else 32
-    config = partial(AttendConfig, rows, merge_rows=4, merge_batch=8 if head_dim <= 128 else 4)
+    config = partial(
+        AttendConfig, rows, merge_rows=4, merge_batch=8 if head_dim <= 128 else 4, part_tiles=4
+    )
     if head_dim > 128:
         return config(32, 4, 3, 2 if rows == 16 else 1)
     if rows == 16:
-        return config(64, 4, 3, 3, keys_first=True, max_registers=168)
+        # Without groups of fixed parts: their sums would be spilled in every tile.
+        parts = {"part_tiles": 8, "group_parts": 1}
+        return config(64, 4, 3, 3, keys_first=True, max_registers=168, **parts)
     return config(64, 4, 3, 2, keys_first=True)
 
 

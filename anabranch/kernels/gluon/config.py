@@ -85,6 +85,11 @@ class HopperConstants:
         return self.q_in_registers and not self.dk_rest
 
     @property
+    def most_fixed_parts(self) -> int:
+        """Of a block cut at fixed boundaries: with all packs, one block fills the GPU."""
+        return min(max(self.num_programs // self.num_packs, 1), 64)
+
+    @property
     def max_registers(self) -> int:
         """Of a thread at the start: two consumers and one group of producers share them."""
         return (2 * self.consumer_registers + self.producer_registers) // 3

@@ -23,7 +23,7 @@ ITEM: tl.constexpr = tl.constexpr(12)  # as `read_item` returns it, padded
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
 MERGE_PRICE: tl.constexpr = tl.constexpr(4)  # cutting costs as much as this many tiles
-FIXED_TILES: tl.constexpr = tl.constexpr(64)  # of a part cut at fixed boundaries
+FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at least
 CACHE_BYTES: tl.constexpr = tl.constexpr(config.CACHE_BYTES)
 WHOLE_ROWS: tl.constexpr = tl.constexpr(512)  # there, sequences of so many rows are not cut
 
@@ -47,7 +47,8 @@ def num_slots(num_seqs: int, num_tokens: int, capacity: int, constants: HopperCo
         return max(2 * constants.num_programs // constants.num_packs, 2)
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
     short = min(blocks, num_seqs * triton.cdiv(WHOLE_ROWS.value, BLOCK_M.value))
-    return short * triton.cdiv(capacity, FIXED_TILES.value * constants.block_n)
+    parts = triton.cdiv(capacity, FIXED_TILES.value * constants.block_n)
+    return short * min(parts, constants.most_fixed_parts)
 
 
 def order_size(num_seqs: int, num_tokens: int, slots: int, constants: HopperConstants) -> int:
@@ -88,11 +89,11 @@ def order(
 
 @triton.jit
 def num_parts_of(num_tiles, num_rows, limit, C: tl.constexpr):
-    """Into how many parts of at most `limit` tiles a block is cut."""
-    parts = tl.cdiv(num_tiles, limit)
-    if C.fixed_parts:
-        parts = tl.where(num_rows >= WHOLE_ROWS, 1, parts)
-    return parts
+    """Into how many parts a block is cut: of `limit` tiles at most, or as its own length says."""
+    if C.splits and C.fixed_parts:
+        limit = tl.maximum(tl.cdiv(num_tiles, C.most_fixed_parts), FIXED_TILES)
+        limit = tl.where(num_rows >= WHOLE_ROWS, num_tiles, limit)
+    return tl.cdiv(num_tiles, limit)
 
 
 @triton.jit
@@ -193,11 +194,9 @@ def order_kernel(
     tl.debug_barrier()
 
     limit = most
-    if C.fixed_parts:
-        limit = most * 0 + FIXED_TILES
-    elif C.splits:
+    if C.splits and not C.fixed_parts:
         limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, C)
-    longest = tl.minimum(limit, most) if not C.fixed_parts else most
+    longest = tl.minimum(limit, most)
 
     levels = tl.arange(0, LEVELS)
     tl.store(counts_ptr + levels, 0)

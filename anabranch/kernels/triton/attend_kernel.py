@@ -24,15 +24,22 @@ from anabranch.kernels.triton.constants import (
     with_priors,
     with_sinks,
 )
+from anabranch.kernels.triton.merge_groups import merge_groups
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
-from anabranch.kernels.triton.online_softmax import LOG2_E, empty_state, finish_state
+from anabranch.kernels.triton.online_softmax import (
+    LOG2_E,
+    empty_state,
+    finish_state,
+)
 from anabranch.kernels.triton.output import write_rows
-from anabranch.kernels.triton.pair import attend_pair
+from anabranch.kernels.triton.pair import attend_pair, attend_parts
 from anabranch.kernels.triton.resume import prior_arguments, resume
 from anabranch.kernels.triton.schedule_layout import (
     is_dealt,
     pair_of,
     part_of,
+    part_tiles_of,
+    parts_held,
     read_block,
     read_dealt,
     read_header,
@@ -127,14 +134,19 @@ def attend_kernel(
         stop = num_rounds
     while unit < stop:
         kv_head = program % C.num_kv_heads
-        tile, tile_stop, part, num_parts, first_slot = 0, 0, 0, 1, 0
+        tile, tile_stop, part, count, num_parts, first_slot = 0, 0, 0, 1, 1, 0
+        size = 0  # tiles of a fixed part
         if num_rounds > 0:
             place, kv_head = pair_of(unit, program, C)
             unit += 1
             if place < num_blocks:
                 record = read_dealt(schedule_ptr, place, num_blocks, C)
-                _, _, _, _, _, tile, num_tiles, _ = record
+                _, _, _, q_len, _, tile, num_tiles, _ = record
                 tile_stop = tile + num_tiles
+                if C.division.folds_parts:
+                    size = part_tiles_of(num_tiles, q_len * C.group, C)
+                    num_parts = tl.cdiv(num_tiles, size)
+                    count = num_parts
         else:
             _, _, _, q_len, _, first_tile, num_tiles, first_unit = record
             num_rows = q_len * C.group
@@ -144,29 +156,49 @@ def attend_kernel(
                 block += 1
                 record = read_block(schedule_ptr, block, C)
             else:
-                end = begin + 1 if C.division.fixed_parts else tl.minimum(units, stop - first_unit)
+                end = tl.minimum(units, stop - first_unit)
                 unit = first_unit + end
-                tile, tile_stop, part, num_parts, first_slot = part_of(
-                    begin, end, worker, share, (num_rows, first_tile, num_tiles, first_unit), C
-                )
+                extent = (num_rows, first_tile, num_tiles, first_unit)
+                if C.division.folds_parts:
+                    tile, tile_stop, part, count, num_parts, size, first_slot = parts_held(
+                        begin, end, share, extent, schedule_ptr, C
+                    )
+                else:
+                    tile, tile_stop, part, num_parts, first_slot = part_of(
+                        begin, end, worker, share, extent, C
+                    )
         if tile < tile_stop:
             origin, first_row, q_start, q_len, seq_len, _, _, _ = record
             num_rows = q_len * C.group
-            state = attend_pair(
-                q, (first_row, q_start), (origin, q_len, seq_len, kv_head), tile, tile_stop,
-                part == 0, source, rules, tree_width, prior, C,
-            )  # fmt: skip
-            out, lse = finish_state(state)
-            if num_parts == 1:
+            pair = (origin, q_len, seq_len, kv_head)
+            if C.division.folds_parts:
+                held = (part, count, num_parts, size, first_slot, parts)
+                out, lse = attend_parts(
+                    q, (first_row, q_start), pair, tile, tile_stop, source, rules, tree_width,
+                    prior, held, C,
+                )  # fmt: skip
+            else:
+                ended = attend_pair(
+                    q, (first_row, q_start), pair, tile, tile_stop, part == 0, source, rules,
+                    tree_width, prior, None, C,
+                )  # fmt: skip
+                out, lse = finish_state(ended[0])
+            if count == num_parts:
                 rows = first_row + tl.arange(0, C.tiles.block_m)
                 write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
             else:
-                left = num_rows - first_row
-                leave_part(out, lse, part, first_slot, kv_head, left, parts, C)
-                if C.merging.fused:
+                if not C.division.folds_parts:
+                    left = num_rows - first_row
+                    leave_part(out, lse, part, first_slot, kv_head, left, parts, C)
+                if C.merging.fused and C.division.folds_parts:
+                    merge_groups(
+                        part, count, num_parts, first_slot, first_row, num_rows, q_start,
+                        kv_head, parts, out_rows, lse_rows, C,
+                    )  # fmt: skip
+                elif C.merging.fused:
                     merge_tree(
-                        part, num_parts, first_slot, first_row, num_rows, q_start, kv_head,
-                        parts, out_rows, lse_rows, C,
+                        part, num_parts, first_slot, first_row, num_rows, q_start,
+                        kv_head, parts, out_rows, lse_rows, C,
                     )  # fmt: skip
 
     if C.leaves_empty:

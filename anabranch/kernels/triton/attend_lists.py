@@ -98,9 +98,9 @@ def attend_lists_kernel(
     count = tl.minimum(tl.load(counts_ptr + row), width)
     tile = part * C.division.part_tiles
     stop = tl.minimum(tile + C.division.part_tiles, tl.cdiv(count, C.tiles.block_n))
-    state = attend_pair(
+    state, _ = attend_pair(
         q, (0, row), (row, 1, count, row * 0), tile, stop, part == 0,
-        (view, (None, None, None), width), rules, 0, prior, C,
+        (view, (None, None, None), width), rules, 0, prior, None, C,
     )  # fmt: skip
     out, lse = finish_state(state)
     first_slot = row * num_parts

@@ -11,8 +11,17 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from anabranch.kernels.config import AttendConfig, is_main_tile, power_of_two, split_head_dim
+from anabranch.kernels.config import (
+    FEW_SUMS,
+    AttendConfig,
+    is_main_tile,
+    power_of_two,
+    split_head_dim,
+)
 from anabranch.keys import StoreFormat
+
+MOST_PARTS = 64  # fixed ones of a block, if there are so many workers
+UNBOUNDED = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +50,10 @@ class Division:
     least_share: int
     aligned_growth: int
     deals: bool
-    fixed_parts: bool
+    fixed_parts: bool  # parts end where their own sequence says, whoever attends to them
+    folds_parts: bool  # who holds all fixed parts of a block merges them as it goes
     part_tiles: int
+    most_parts: int
     whole_rows: int
     uniform: bool = False  # a program for each part of part_tiles tiles, without a schedule
 
@@ -53,6 +64,7 @@ class Merging:
 
     fused: bool  # by the worker that arrives last, not by a second launch
     fan_in: int
+    group_parts: int  # fixed parts that are folded into one before groups are; 1 without groups
     rows: int
     batch: int
 
@@ -145,6 +157,7 @@ def attend_program(
     native_fp8: bool = False,
     packed: bool = False,
     fixed_parts: bool = False,
+    folds_parts: bool = False,
     uniform: bool = False,
     fused: bool = True,
     overlap: bool = False,
@@ -158,6 +171,9 @@ def attend_program(
     paired = config.paired and one_tile
     if paired and group % config.block_m == 0:  # each block of heads as if it had its own keys
         num_kv_heads, group = group // config.block_m, config.block_m
+    few_sums = config.block_m * block_dv <= FEW_SUMS
+    num_workers = max(num_programs // num_kv_heads, 1)
+    most_parts = min(num_workers, MOST_PARTS) if folds_parts else UNBOUNDED
     constants = AttendConstants(
         causal=causal,
         group=group,
@@ -179,20 +195,23 @@ def attend_program(
         ),
         division=Division(
             num_programs=max(num_programs, num_kv_heads),
-            num_workers=max(num_programs // num_kv_heads, 1),
-            block_price=config.block_price,
+            num_workers=num_workers,
+            block_price=0 if folds_parts else config.block_price,
             merge_price=config.merge_price,
             least_share=config.least_share,
             aligned_growth=config.aligned_growth,
             deals=config.deals,
-            fixed_parts=fixed_parts or uniform,
+            fixed_parts=fixed_parts or folds_parts or uniform,
+            folds_parts=folds_parts,
             uniform=uniform,
             part_tiles=config.part_tiles,
+            most_parts=most_parts,
             whole_rows=config.whole_rows,
         ),
         merging=Merging(
             fused=fused,
             fan_in=config.fan_in,
+            group_parts=config.group_parts if folds_parts and few_sums else 1,
             rows=min(config.merge_rows, config.block_m),
             batch=config.merge_batch,
         ),

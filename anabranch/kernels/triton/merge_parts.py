@@ -9,9 +9,14 @@ from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.triton.addressing import Rows
 from anabranch.kernels.triton.constants import AttendConstants
-from anabranch.kernels.triton.merge_tree import Parts, merge_children
+from anabranch.kernels.triton.merge_tree import Parts, merge_children, slot_of, store_slot
 from anabranch.kernels.triton.output import write_rows
-from anabranch.kernels.triton.schedule_layout import parts_of, read_block, read_header
+from anabranch.kernels.triton.schedule_layout import (
+    part_tiles_of,
+    parts_of,
+    read_block,
+    read_header,
+)
 from anabranch.state import AttentionState
 
 PROGRAMS_PER_WORKER = 8  # at most: with more rows, a program merges several in turn
@@ -54,11 +59,32 @@ def merge_parts_kernel(out_rows, lse_rows, schedule_ptr, parts, C: tl.constexpr)
         left = tl.minimum(num_rows - first_row, C.tiles.block_m)
         if (num_tiles > 0) & (row < left):
             place = num_rows, first_tile, num_tiles, first_unit
-            num_parts, first_slot = parts_of(share, place, C)
+            num_parts, first_slot = parts_of(schedule_ptr, share, place, C)
             if num_parts > 1:
                 rows = row + tl.arange(0, C.merging.rows)
+                span = 1
+                children = num_parts
+                if C.division.folds_parts:
+                    span = C.merging.group_parts
+                    children = tl.cdiv(num_parts, C.merging.group_parts)
+                    merge_shared(share, place, num_parts, first_slot, kv_head, rows, left, parts, C)
                 out, lse = merge_children(
-                    0, 1, num_parts, first_slot, kv_head, rows, left, parts, C
+                    0, span, children, first_slot, kv_head, rows, left, parts, C
                 )
                 rows += first_row
                 write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+
+
+@triton.jit
+def merge_shared(share, block, num_parts, first_slot, kv_head, rows, left, parts, C: tl.constexpr):
+    """Merge some rows of the groups whose fixed parts are of several workers, each to one state."""
+    num_rows, _, num_tiles, first_unit = block
+    size = part_tiles_of(num_tiles, num_rows, C)
+    for node in range(0, num_parts, C.merging.group_parts):
+        children = tl.minimum(num_parts - node, C.merging.group_parts)
+        first, last = first_unit + node * size, first_unit + (node + children - 1) * size
+        if first // share != last // share:
+            out, lse = merge_children(node, 1, children, first_slot, kv_head, rows, left, parts, C)
+            tl.debug_barrier()  # the first part's slot has been read
+            store_slot(out, lse, slot_of(node, first_slot, kv_head, C), rows, left, parts, C)
+    tl.debug_barrier()  # merges of other rows are stored by other threads

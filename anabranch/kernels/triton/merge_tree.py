@@ -105,10 +105,10 @@ def merge_children(
 
 
 @triton.jit
-def arrive(counter_ptr, children):
-    """Whether this worker is the last of `children` at a node; that one resets the counter."""
+def arrive(counter_ptr, count, children):
+    """Whether a worker with `count` of `children` is the last at a node; it resets the counter."""
     tl.debug_barrier()  # every warp's stores come before the release below
-    is_last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == children - 1
+    is_last = tl.atomic_add(counter_ptr, count, sem="acq_rel", scope="gpu") == children - count
     if is_last:
         tl.store(counter_ptr, 0)
     return is_last
@@ -137,7 +137,8 @@ def merge_tree(
         climbs = children == 1
         if children > 1:
             # node + span tells a node from all others: fan_in divides it as often as it does span
-            climbs = arrive(parts.counters + slot_of(node + span, first_slot, kv_head, C), children)
+            counter = parts.counters + slot_of(node + span, first_slot, kv_head, C)
+            climbs = arrive(counter, 1, children)
             if climbs:
                 left = tl.minimum(num_rows - first_row, C.tiles.block_m)
                 for row in range(0, left, C.merging.rows):

@@ -5,7 +5,20 @@ import triton.language as tl
 
 from anabranch.kernels.triton.addressing import dim_ptrs, load_rows
 from anabranch.kernels.triton.masks import seen_by_all
-from anabranch.kernels.triton.online_softmax import empty_state, sink_state, spread_total
+from anabranch.kernels.triton.online_softmax import (
+    empty_state,
+    finish_merge,
+    finish_state,
+    sink_state,
+)
+from anabranch.kernels.triton.part_end import (
+    closes_inside,
+    collect_state,
+    empty_folds,
+    keep_last,
+    keep_part,
+    transpose_state,
+)
 from anabranch.kernels.triton.resume import resume
 from anabranch.kernels.triton.tiles import attend_tiles
 
@@ -22,15 +35,19 @@ def attend_pair(
     rules,  # Rules
     tree_width,
     prior,  # PriorArguments or None
+    held,  # as `attend_parts` takes it, or None
     C: tl.constexpr,
 ):
-    """The state of one block of rows over the tiles [tile, stop) of one kv head."""
+    """Attend to the tiles [tile, stop) of one kv head.
+
+    The state of the last part there, and the merges of the parts before it.
+    """
     first_row, q_start = block
     _, q_len, seq_len, kv_head = pair
-    rows = first_row + tl.arange(0, C.tiles.block_m)
-    row_mask = rows < q_len * C.group
-    tokens = rows // C.group
-    heads = kv_head * C.group + rows % C.group
+    own = first_row + tl.arange(0, C.tiles.block_m)
+    row_mask = own < q_len * C.group
+    tokens = own // C.group
+    heads = kv_head * C.group + own % C.group
     offsets = (q_start + tokens).to(tl.int64) * q.token + heads.to(tl.int64) * q.head
     offsets = tl.where(row_mask, offsets, 0)  # rows that are never written read some row
     ptrs = dim_ptrs(q.ptr, q.dim, 0, C.tiles.dk_main)
@@ -47,19 +64,18 @@ def attend_pair(
     if rules.sinks is not None:
         logits = tl.load(rules.sinks + heads, row_mask & is_first, other=float("-inf"))
         peak, total = sink_state(logits.to(tl.float32))
-    # The one scale of codes is multiplied into the sum over all tiles; prior states have none.
     LATE: tl.constexpr = C.source.v_words and C.source.v_format.scaling == "tensor"
     if C.num_priors > 0 and not LATE:
         peak, total, acc = resume(
             (peak, total, acc), prior, q_start + tokens, heads, row_mask & is_first, C
         )
-    if C.tiles.keys_first:
-        first_key = tl.arange(0, C.tiles.block_n)[:, None] == 0
-        total = tl.where(first_key, total[None, :], 0.0)
-        acc = tl.trans(acc)
-    if C.tiles.lazy_peak:
-        total = spread_total(total)
-    state = (peak, total, acc)
+    state = transpose_state((peak, total, acc), C)
+    fold = ()
+    if closes_inside(C):
+        part, _, _, size, _, _ = held
+        fold = (empty_folds(C), part, tile + size)
+    rows = (q_start + tokens, heads, row_mask)
+    ending = (prior, rows, q_len * C.group - first_row)
 
     full_start = tile
     full_stop = tile
@@ -73,27 +89,52 @@ def attend_pair(
         full_stop = end // C.tiles.block_n
     if source[1][0] is not None:
         boxed_stop = tl.minimum(seq_len // C.tiles.block_n, stop)
-        state = attend_tiles(
-            state, (q_main, q_rest), tokens, tree_rows, tile, boxed_stop, full_start, full_stop,
-            pair, source, rules, tree_width, C, True,
+        state, fold = attend_tiles(
+            state, fold, (q_main, q_rest), tokens, tree_rows, tile, boxed_stop, full_start,
+            full_stop, pair, source, rules, tree_width, held, ending, C, True,
         )  # fmt: skip
         tile = tl.maximum(tile, boxed_stop)
     has_tiles = tile < stop
     if C.division.uniform:
         has_tiles = True  # known to the compiler
     if has_tiles:
-        state = attend_tiles(
-            state, (q_main, q_rest), tokens, tree_rows, tile, stop, full_start, full_stop,
-            pair, source, rules, tree_width, C, False,
+        state, fold = attend_tiles(
+            state, fold, (q_main, q_rest), tokens, tree_rows, tile, stop, full_start, full_stop,
+            pair, source, rules, tree_width, held, ending, C, False,
         )  # fmt: skip
-    peak, total, acc = state
-    if C.tiles.keys_first:
-        total = tl.sum(total, 0)
-        acc = tl.trans(acc)
-    if C.tiles.lazy_peak:
-        total = tl.sum(tl.sum(total, 2), 1)
-    if C.num_priors > 0 and LATE:
-        peak, total, acc = resume(
-            (peak, total, acc), prior, q_start + tokens, heads, row_mask & is_first, C
+    merged = ()
+    if closes_inside(C):
+        merged, part, _ = fold
+        is_first = part == 0
+    return collect_state(state, source[0].v, prior, rows, is_first, C), merged
+
+
+@triton.jit
+def attend_parts(
+    q, block, pair, tile, stop, source, rules, tree_width, prior,
+    held,  # first part, count, parts of the block, tiles of each, first slot, Parts
+    C: tl.constexpr,
+):  # fmt: skip
+    """Attend to fixed parts of a pair, the tiles [tile, stop): left in slots, or their merge."""
+    part, count, _, size, _, _ = held
+    first_row, _ = block
+    _, q_len, _, kv_head = pair
+    left = q_len * C.group - first_row
+    if closes_inside(C):
+        state, folds = attend_pair(
+            q, block, pair, tile, stop, part == 0, source, rules, tree_width, prior, held, C
         )
-    return peak, total, acc
+        out, lse = finish_state(state)
+        out, lse = keep_last(folds, out, lse, part + count - 1, held, left, kv_head, C)
+    else:
+        folds = empty_folds(C)
+        for index in range(part, part + count):
+            end = tl.minimum(tile + size, stop)
+            ended = attend_pair(
+                q, block, pair, tile, end, index == 0, source, rules, tree_width, prior, held, C
+            )
+            out, lse = finish_state(ended[0])
+            folds = keep_part(folds, out, lse, index, held, left, kv_head, C)
+            tile = end
+        out, lse = finish_merge(folds[0])
+    return out, lse

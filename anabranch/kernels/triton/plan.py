@@ -157,7 +157,12 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         code_words = q.element_size() == 2 and not view.values_in_keys
         code_words = code_words and in_words(view.k) and in_words(view.v)
         config = fit_shared_memory(
-            config, *shape, per_program=per_program, per_sm=per_sm, code_words=code_words
+            config,
+            *shape,
+            per_program=per_program,
+            per_sm=per_sm,
+            code_words=code_words,
+            folds_parts=options.batch_invariant,
         )
     if not isinstance(config, AttendConfig):
         raise ValueError(f"config must be an AttendConfig, got {type(config).__name__}")
@@ -175,7 +180,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         values_in_keys=view.values_in_keys,
         native_fp8=has_fp8(q.device),
         packed=q.is_cuda and not torch.version.hip,
-        fixed_parts=options.batch_invariant,
+        folds_parts=options.batch_invariant,
         fused=config.fused_merge if options.fused_merge is None else options.fused_merge,
         overlap=has_overlap(q.device),
         leaves_empty=options.leave_empty,
@@ -184,14 +189,19 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
 
 
 def num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
-    """Two for each worker; with fixed parts, one for each unit there can be."""
+    """Two for each worker; with fixed parts, one for each part that there can be.
+
+    Where parts are folded, only those of blocks that several workers hold wait: at most one such
+    block begins in a worker's share.
+    """
     division = constants.division
     if not division.fixed_parts:
         return 2 * division.num_workers * constants.num_kv_heads
-    part = division.part_tiles * constants.tiles.block_n
+    part = -(-division.part_tiles // 2) * constants.tiles.block_n  # those of short blocks
+    per_block = min(-(-keys.capacity // part), division.most_parts)
     per_seq = -(-division.whole_rows // constants.tiles.block_m)  # blocks of what is cut at all
-    units = min(
-        blocks * -(-keys.capacity // part),
-        blocks + per_seq * (keys.total_capacity // part + keys.num_seqs),
-    )
-    return max(units, blocks) * constants.num_kv_heads
+    by_length = per_seq * (keys.total_capacity // part + keys.num_seqs)
+    if division.folds_parts:
+        cut = min(division.num_workers, blocks, per_seq * keys.num_seqs)
+        return max(min(cut * per_block, by_length), 1) * constants.num_kv_heads
+    return max(min(blocks * per_block, blocks + by_length), blocks) * constants.num_kv_heads

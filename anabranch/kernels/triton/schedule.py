@@ -11,8 +11,10 @@ side by side in memory too.
 
 Blocks of many rows may be dealt out whole instead, over all programs (deal.py).
 
-With fixed parts the list counts parts of part_tiles tiles instead, cut at boundaries that depend on
-the sequence alone, and each is a state of its own: results do not depend on the rest of the batch.
+With fixed parts, blocks are cut at boundaries that depend on their own sequence alone, and each
+part is a state of its own: results do not depend on the rest of the batch. A worker has the parts
+that begin in its share. If these are all parts of a block, it merges them as it goes; at most one
+block that begins in a share does not end there, and the parts of that wait in slots.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ from anabranch.kernels.triton.schedule_layout import (
     HEADER,
     RECORD,
     WORKER,
+    holders_of,
     is_dealt,
     num_blocks_bound,
+    part_tiles_of,
     units_of,
 )
 
@@ -140,6 +144,8 @@ def schedule_kernel(
     num_empty = 0
     most = 0
     least = 2147483647
+    largest = 0  # fixed part
+    smallest = 2147483647
     for start in range(0, num_blocks, CHUNK):
         blocks = start + lanes
         inside = blocks < num_blocks
@@ -160,6 +166,10 @@ def schedule_kernel(
         num_empty += tl.sum((inside & (units == 0)).to(tl.int32))
         most = tl.maximum(most, tl.max(units))
         least = tl.minimum(least, tl.min(tl.where(units > 0, units, 2147483647)))
+        if C.division.folds_parts:
+            size = part_tiles_of(num_tiles, num_rows, C)
+            largest = tl.maximum(largest, tl.max(tl.where(units > 0, size, 0)))
+            smallest = tl.minimum(smallest, tl.min(tl.where(units > 0, size, 2147483647)))
         record = blocks_ptr + blocks * RECORD
         tl.store(record, origin, inside)
         tl.store(record + 1, first_row, inside)
@@ -178,6 +188,12 @@ def schedule_kernel(
         whole = tl.cdiv(num_blocks - num_empty, C.division.num_workers) * most
         share = tl.where(whole <= share + C.division.merge_price, whole, share)
     share = tl.maximum(share, C.division.least_share)
+    if C.division.folds_parts:  # noqa: SIM102 - one is known when compiling, the other is not
+        if largest == smallest:  # then shares end where parts do, or even groups of them
+            share = tl.cdiv(share, largest) * largest
+            group = largest * C.merging.group_parts
+            grouped = tl.cdiv(share, group) * group
+            share = tl.where(grouped * 25 <= share * 26, grouped, share)
     if C.division.aligned_growth > 0 and not C.division.fixed_parts:
         aligned = aligned_share(blocks_ptr, num_blocks, share, C, CHUNK)
         if aligned > 0:
@@ -201,11 +217,29 @@ def schedule_kernel(
     tl.store(schedule_ptr + 2, num_blocks)
     tl.store(schedule_ptr + 3, num_empty)
     tl.store(schedule_ptr + 4, tl.load(cu_seqlens_q_ptr + num_seqs))
+    num_slots = 0  # before each worker's
     for start in range(0, C.division.num_workers, CHUNK):
         workers = start + lanes
         block = last_not_above(blocks_ptr + 7, RECORD, num_blocks, workers * share)
         inside = workers < C.division.num_workers
         tl.store(workers_ptr + workers * WORKER, block, inside)
+        if C.division.folds_parts:
+            slots = slots_of_workers(workers, blocks_ptr, num_blocks, num_units, share, C)
+            first_slot = num_slots + tl.cumsum(slots) - slots
+            tl.store(workers_ptr + workers * WORKER + 1, first_slot, inside)
+            num_slots += tl.sum(slots)
         fields = tl.arange(0, RECORD)[None, :]
         record = tl.load(blocks_ptr + block[:, None] * RECORD + fields)
         tl.store(workers_ptr + (workers * WORKER + 8)[:, None] + fields, record, inside[:, None])
+
+
+@triton.jit
+def slots_of_workers(workers, blocks_ptr, num_blocks, num_units, share, C: tl.constexpr):
+    """Slots for the block that begins in a worker's share and does not end there: its parts."""
+    end = (workers + 1) * share
+    block = last_not_above(blocks_ptr + 7, RECORD, num_blocks, end)
+    record = blocks_ptr + block * RECORD
+    num_rows, num_tiles = tl.load(record + 3) * C.group, tl.load(record + 6)
+    first, last = holders_of(share, num_tiles, num_rows, tl.load(record + 7), C)
+    is_cut = (end < num_units) & (first == workers) & (last > first)
+    return tl.where(is_cut, tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C)), 0)

@@ -14,7 +14,9 @@ from anabranch.kernels.triton.constants import AttendConstants
 HEADER: tl.constexpr = tl.constexpr(8)  # as `read_header` returns it
 RECORD: tl.constexpr = tl.constexpr(8)  # of a block, as `read_record` returns it
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort of blocks tells apart
-WORKER: tl.constexpr = tl.constexpr(16)  # its first block, and a copy of that block's record at 8
+# A worker's first block, the first slot of the block that is cut at its end, and from 8 on a copy
+# of the first block's record.
+WORKER: tl.constexpr = tl.constexpr(16)
 
 
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
@@ -37,7 +39,8 @@ def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) ->
 def is_dealt(constants: AttendConstants) -> bool:
     """Whether blocks may be dealt out whole: those of many rows are enough to fill the GPU."""
     division = constants.division
-    return constants.tiles.block_m >= 64 and division.deals and not division.fixed_parts
+    may_deal = division.deals and (division.folds_parts or not division.fixed_parts)
+    return constants.tiles.block_m >= 64 and may_deal
 
 
 @triton.jit
@@ -94,11 +97,14 @@ def read_worker(schedule_ptr, worker):
 def units_of(num_tiles, num_rows, C: tl.constexpr):
     """How many units of work a block has.
 
-    A tile is a unit, and beginning a block costs as much as block_price tiles. With fixed parts a
-    part is a unit; sequences of whole_rows query rows or more fill the GPU without cutting them.
+    A tile is a unit, and beginning a block costs as much as block_price tiles. Of parts that are
+    folded, the last counts as a whole one; of other fixed parts, each is a unit.
     """
     if C.division.fixed_parts:
-        units = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
+        size = part_tiles_of(num_tiles, num_rows, C)
+        units = tl.cdiv(num_tiles, size)
+        if C.division.folds_parts:
+            units *= size
     else:
         units = tl.where(num_tiles > 0, num_tiles + C.division.block_price, 0)
     return units
@@ -106,17 +112,35 @@ def units_of(num_tiles, num_rows, C: tl.constexpr):
 
 @triton.jit
 def part_tiles_of(num_tiles, num_rows, C: tl.constexpr):
-    """How many tiles a fixed part of a block has."""
-    return tl.where(
-        num_rows >= C.division.whole_rows, tl.maximum(num_tiles, 1), C.division.part_tiles
-    )
+    """How many tiles a fixed part of a block has: as the block's own sequence says, no other.
+
+    Short blocks have smaller parts: there, time is what a worker waits for its first tiles.
+    Sequences of whole_rows query rows or more fill the GPU without cutting them.
+    """
+    LEAST: tl.constexpr = C.division.part_tiles
+    least = tl.where(num_tiles <= 2 * LEAST, (LEAST + 1) // 2, LEAST)
+    size = tl.maximum(tl.cdiv(num_tiles, C.division.most_parts), least)
+    return tl.where(num_rows >= C.division.whole_rows, tl.maximum(num_tiles, 1), size)
 
 
 @triton.jit
-def parts_of(share, block, C: tl.constexpr):
-    """How many parts a block is cut into, and what tells the merge where they wait."""
+def holders_of(share, num_tiles, num_rows, first_unit, C: tl.constexpr):
+    """The first and the last worker that hold a fixed part of a block: who holds its first tile."""
+    size = part_tiles_of(num_tiles, num_rows, C)
+    last_part = (tl.cdiv(num_tiles, size) - 1) * size
+    return first_unit // share, (first_unit + last_part) // share
+
+
+@triton.jit
+def parts_of(schedule_ptr, share, block, C: tl.constexpr):
+    """How many parts of a block are left to merge, and what tells the merge where they wait."""
     num_rows, _, num_tiles, first_unit = block
-    if C.division.fixed_parts:
+    if C.division.folds_parts:
+        num_parts = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
+        first, last = holders_of(share, num_tiles, num_rows, first_unit, C)
+        num_parts = tl.where(first == last, 1, num_parts)
+        first_slot = tl.load(schedule_ptr + HEADER + first * WORKER + 1)
+    elif C.division.fixed_parts:
         num_parts = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
         first_slot = first_unit
     else:
@@ -127,13 +151,31 @@ def parts_of(share, block, C: tl.constexpr):
 
 
 @triton.jit
+def parts_held(begin, end, share, block, schedule_ptr, C: tl.constexpr):
+    """Fixed parts that begin in units [begin, end) of a block, which one worker holds.
+
+    Tiles [tile, stop), the first part, their number, the parts of the block, the tiles of a part,
+    and what tells the merge where parts wait.
+    """
+    num_rows, first_tile, num_tiles, _ = block
+    size = part_tiles_of(num_tiles, num_rows, C)
+    num_parts = tl.cdiv(num_tiles, size)
+    part, last, first_slot = 0, num_parts, 0
+    if (begin > 0) | (end < num_parts * size):  # divisions that a whole block does without
+        part, last = tl.cdiv(begin, size), tl.cdiv(end, size)
+        _, first_slot = parts_of(schedule_ptr, share, block, C)
+    stop = first_tile + tl.minimum(last * size, num_tiles)
+    return first_tile + part * size, stop, part, last - part, num_parts, size, first_slot
+
+
+@triton.jit
 def part_of(begin, end, worker, share, block, C: tl.constexpr):
     """What units [begin, end) of a block are: tiles [tile, stop), part `part` of `num_parts`.
 
     first_slot tells the merge tree where the block's parts wait.
     """
     num_rows, first_tile, num_tiles, _ = block
-    num_parts, first_slot = parts_of(share, block, C)
+    num_parts, first_slot = parts_of(None, share, block, C)
     if C.division.fixed_parts:
         size = part_tiles_of(num_tiles, num_rows, C)
         tile, stop = begin * size, tl.minimum(end * size, num_tiles)

@@ -13,6 +13,7 @@ from anabranch.kernels.triton.addressing import (
 from anabranch.kernels.triton.code_words import load_words, permute_dims, unit_of
 from anabranch.kernels.triton.logits import capped, masked, score, weighted
 from anabranch.kernels.triton.online_softmax import LOG2_E, update_lazily, update_state
+from anabranch.kernels.triton.part_end import close_part, closes_inside
 from anabranch.kernels.triton.scales import (
     load_folded,
     scale_offsets,
@@ -24,6 +25,7 @@ from anabranch.kernels.triton.scales import (
 @triton.jit
 def attend_tiles(
     state,
+    fold,  # of fixed parts, as `close_part` takes it
     q,  # [block_m, dk_main] and [block_m, dk_rest]
     tokens,  # [block_m], counted in the sequence
     tree_rows,  # pointers [block_m] or None
@@ -35,12 +37,15 @@ def attend_tiles(
     source,  # ViewArguments, Boxes or None for each, the stride of the table
     rules,  # Rules
     tree_width,
+    held,  # as `attend_parts` takes it
+    ending,  # what `close_part` takes beside: prior, rows, the number of these
     C: tl.constexpr,
     BOXED: tl.constexpr,
 ):
     """Attend to the tiles [tile, stop); every token sees all keys of [full_start, full_stop).
 
-    BOXED tiles lie wholly inside the sequence, and the tensor memory accelerator copies them.
+    The state of the last part, and what is folded of the parts before. BOXED tiles lie wholly
+    inside the sequence, and the tensor memory accelerator copies them.
     """
     origin, q_len, seq_len, kv_head = pair
     view, boxes, table_stride = source
@@ -200,6 +205,11 @@ def attend_tiles(
                 if not BOXED:
                     pages = pages_of(next_keys, origin, seq_len, view, table_stride, C)
             value_scales = load_folded(v, v_scale_place, V_BY_KEY)
+        # Between scores and weights, where the sums of the tile before are waited for anyway.
+        if closes_inside(C):  # noqa: SIM102 - one is known when compiling, the other is not
+            if index == fold[2]:
+                prior, rows, left = ending
+                state, fold = close_part(state, fold, held, v, prior, rows, left, pair[3], C)
         # What stands under a condition is left after the copies of the next tile.
         is_due = True
         if C.tiles.paired:
@@ -212,6 +222,4 @@ def attend_tiles(
                     state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
                     V_WORDS and V_BY_KEY, C.tiles.keys_first,
                 )  # fmt: skip
-    if V_WORDS and V_FORMAT.scaling == "tensor":
-        state = (state[0], state[1], state[2] * tl.load(v.scales.ptr))
-    return state
+    return state, fold
