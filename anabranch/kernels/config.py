@@ -55,7 +55,7 @@ class AttendConfig:
     deals: bool = True  # blocks of many rows may be dealt out whole
     max_registers: int | None = None  # a thread may use, so that workers_per_sm fit
     part_tiles: int = 8  # tiles of a part at least, where parts are cut at fixed boundaries
-    group_parts: int = 4  # there, parts that are merged before their groups are
+    group_parts: int = 8  # there, parts that are merged before their groups are
     whole_rows: int = 512  # there, sequences with so many query rows are not cut
 
 

@@ -169,10 +169,14 @@ def merge_batch(state, outs, lses, COUNT: tl.constexpr):
 
 @triton.jit
 def finish_state(state):
-    """The state as the library's convention has it: out, and lse in natural log."""
+    """The state as the library's convention has it: out, and lse in natural log.
+
+    The lse is rounded here: a product, the compiler would join with what is subtracted from it in a
+    merge that follows, and not in one that loads it.
+    """
     peak, total, acc = state
     out = acc * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    return out, (pivot_of(peak) + tl.log2(total)) * LN_2
+    return out, tl.fma(pivot_of(peak) + tl.log2(total), LN_2, 0.0)
 
 
 @triton.jit

@@ -114,13 +114,12 @@ def units_of(num_tiles, num_rows, C: tl.constexpr):
 def part_tiles_of(num_tiles, num_rows, C: tl.constexpr):
     """How many tiles a fixed part of a block has: as the block's own sequence says, no other.
 
-    Short blocks have smaller parts: there, time is what a worker waits for its first tiles.
-    Sequences of whole_rows query rows or more fill the GPU without cutting them.
+    Short blocks are not cut: 3 queries of 8 x 259, 64/8 heads, take 12.8 us on an H200, in parts of
+    two tiles 14.1. Neither are sequences of whole_rows query rows, which fill the GPU.
     """
-    LEAST: tl.constexpr = C.division.part_tiles
-    least = tl.where(num_tiles <= 2 * LEAST, (LEAST + 1) // 2, LEAST)
-    size = tl.maximum(tl.cdiv(num_tiles, C.division.most_parts), least)
-    return tl.where(num_rows >= C.division.whole_rows, tl.maximum(num_tiles, 1), size)
+    size = tl.maximum(tl.cdiv(num_tiles, C.division.most_parts), C.division.part_tiles)
+    is_whole = (num_rows >= C.division.whole_rows) | (num_tiles <= 2 * C.division.part_tiles)
+    return tl.where(is_whole, tl.maximum(num_tiles, 1), size)
 
 
 @triton.jit
