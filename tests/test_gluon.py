@@ -15,7 +15,7 @@ from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import capability
 from anabranch.kernels.gluon.config import HEAD_DIMS, hopper_constants, select_tiles
 from anabranch.kernels.gluon.order import HEADER, ITEM, num_slots, order, order_size
-from anabranch.kernels.gluon.plan import make_hopper_plan
+from anabranch.kernels.gluon.plan import HopperPlan, make_hopper_plan
 from anabranch.queries import Queries
 from anabranch.rules import Rules
 
@@ -130,7 +130,7 @@ def test_trees() -> None:
 
 @hopper
 @pytest.mark.gpu
-@pytest.mark.parametrize("q_len", [8, 130])  # alone, the longer is planned without code for parts
+@pytest.mark.parametrize("q_len", [8, 130])  # the longer sequences are not cut
 def test_a_sequence_has_the_same_bits_in_any_batch(q_len: int) -> None:
     case = replace(MIXED, q_lens=(q_len,) * 3, k_lens=(20000, 9000, q_len + 9))
     check(case, batch_invariant=True)
@@ -299,31 +299,16 @@ def test_items_cover_every_tile_once(
     assert not blocks
 
 
-@pytest.mark.parametrize(
-    ("q_lens", "given", "splits"),
-    [
-        ((128,), True, False),
-        ((127,), True, True),
-        ((128, 200), True, True),  # 1 and 327 would be a batch of the same shape
-        ((128, 128), False, False),  # nobody gave lengths, so they are equal
-    ],
-    ids=str,
-)
-def test_fixed_parts_where_a_sequence_may_be_cut(
-    q_lens: tuple[int, ...], given: bool, splits: bool
-) -> None:
-    """Sequences of 512 rows or more are not, and code that never cuts is faster."""
-    num_seqs, num_tokens = len(q_lens), sum(q_lens)
-    case = replace(MIXED, q_lens=q_lens, k_lens=(300,) * num_seqs, group=4, device="cpu")
-    q, keys, options = make_inputs(replace(case, padding=0), 0)
-    starts = options["cu_seqlens_q"] if given else None
-    queries = Queries(q, starts, num_tokens // num_seqs, num_seqs)
-    rules = Rules(causal=True, scale=1.0)
-    call = AttendCall(queries, keys, rules, keys.view())
-    plan = make_hopper_plan(call, PlanOptions(batch_invariant=True))
-    assert plan.constants.splits == splits
-    assert bool(len(plan.parts.lses)) == splits
-    assert plan.order[0] == sum(-(-q_len * 4 // 128) for q_len in q_lens)
+def test_batch_invariant_plans_have_one_program() -> None:
+    """A batch of many long prompts, none of which is cut, and one that would be."""
+    plans: list[HopperPlan] = []
+    for num_seqs, q_len in ((8, 700), (1, 8)):
+        case = replace(MIXED, q_lens=(q_len,) * num_seqs, k_lens=(700,) * num_seqs, device="cpu")
+        q, keys, options = make_inputs(replace(case, padding=0), 0)
+        queries = Queries(q, options["cu_seqlens_q"], q_len, num_seqs)
+        call = AttendCall(queries, keys, Rules(causal=True, scale=1.0), keys.view())
+        plans.append(make_hopper_plan(call, PlanOptions(batch_invariant=True)))
+    assert plans[0].constants is plans[1].constants
 
 
 def ordered(q_lens, k_lens, window, constants) -> tuple[list[list[int]], int]:

@@ -16,14 +16,7 @@ from anabranch.kernels.gluon.config import (
     pack_of,
     select_tiles,
 )
-from anabranch.kernels.gluon.order import (
-    BLOCK_M,
-    WHOLE_ROWS,
-    may_split,
-    num_slots,
-    order,
-    order_size,
-)
+from anabranch.kernels.gluon.order import BLOCK_M, may_split, num_slots, order, order_size
 from anabranch.kernels.triton.merge_tree import Parts
 
 
@@ -83,9 +76,6 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     assert isinstance(tiles, HopperTiles)
     programs = num_sms(q.device)
     splits = may_split(keys.num_seqs, num_tokens, num_heads // pack, pack, programs)
-    if options.batch_invariant:  # only where all sequences are known to have many rows, none is cut
-        known = queries.cu_seqlens is None or keys.num_seqs == 1
-        splits = not known or num_tokens * pack < WHOLE_ROWS.value * keys.num_seqs
     return hopper_constants(
         tiles,
         causal=rules.in_order,
@@ -97,6 +87,6 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
         head_dim_v=keys.head_dim_v,
         num_programs=programs,
         fixed_parts=options.batch_invariant,
-        splits=splits,
+        splits=splits or options.batch_invariant,  # one program, or bits would differ
         overlap=has_overlap(q.device),
     )
