@@ -8,6 +8,8 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
+from anabranch.bench.table import format_number
+
 FOLDER = Path("benchmarks/results")
 Table = tuple[str, list[str], list[list[str]]]  # title, columns, lines
 
@@ -191,19 +193,18 @@ def _sweep(results: dict[str, Any]) -> Table:
     names = list(dict.fromkeys(row["implementation"] for row in rows))
     found = {(row["test"], row["implementation"]): row for row in rows}
     tests = sorted(dict.fromkeys(row["test"] for row in rows), key=lambda test: test[:2])
-    lines = [
-        [
-            test,
-            *(f"{found[test, x]['tokens_s']:.4g} ± {found[test, x]['spread']:.2g}" for x in names),
-        ]
-        for test in tests
-    ]
+    lines = [[test, *(_speed(found[test, name]) for name in names)] for test in tests]
+    runs = "one run" if options["repeats"] == 1 else f"mean and spread of {options['repeats']} runs"
     title = (
         f"**Speed against context**, {options['model']}, tokens/s of prompts (pp) and of "
-        f"{options['generate']} tokens after them (tg), mean and spread of "
-        f"{options['repeats']} runs:"
+        f"{options['generate']} tokens after them (tg), {runs}:"
     )
     return title, ["", *names], lines
+
+
+def _speed(row: dict[str, Any]) -> str:
+    speed = format_number(row["tokens_s"])
+    return f"{speed} ± {row['spread']:.2g}" if row["spread"] else speed
 
 
 TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
