@@ -33,7 +33,7 @@ from anabranch.sampling.params import SamplingParams
 # Tokens are drawn: with random weights, the most probable one would soon be the same in all
 # sequences, and a few experts would have all of them.
 TEMPERATURE = 1.0
-PROFILED = (42, 58)  # steps: prompts are done, and no sequence is
+PROFILED = (42, 58)  # steps: prompts of 64 x 4096 are done, and no sequence is
 # The first list with a word that occurs in the name of a kernel is the share it counts for.
 SHARES = {
     "experts": ("expert", "topk", "TopK", "radixSort", "scatter"),
@@ -158,6 +158,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=540, help="for everything")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.tokens < PROFILED[1] + 2:
+        parser.error(f"--tokens must be at least {PROFILED[1] + 2}, got {given.tokens}")
     given.eager, given.end = False, time.monotonic() + given.seconds
     return given
 

@@ -266,7 +266,7 @@ def header(case: str = "causal") -> dict[str, object]:
     )
     return {
         "commit": os.environ.get("ANABRANCH_COMMIT") or commit.stdout.strip(),
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "date": datetime.now(UTC).date().isoformat(),
         "torch": torch.__version__,
         "triton": triton.__version__,

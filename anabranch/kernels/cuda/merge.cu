@@ -176,8 +176,7 @@ struct Total {
 };
 
 // A launch that may begin before the one ahead of it has ended (Hopper and later) touches no
-// memory until this returns. Only then may the launch behind it begin, which so finds complete
-// whatever came before this one.
+// memory until this returns. Only then may the launch after it begin.
 __device__ void wait_for_sources() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");

@@ -75,7 +75,7 @@ class HopperConstants:
     producer_registers: int
     num_programs: int
     fixed_parts: bool
-    splits: bool  # whether blocks may be cut into parts: that code slows the loop down by 4 to 6%
+    splits: bool  # whether blocks may be cut into parts: whole ones are slower with that code
     overlap: bool  # launched while the kernel ahead is still ending
     text: str = ""
 

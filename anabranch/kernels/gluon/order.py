@@ -23,7 +23,8 @@ ITEM: tl.constexpr = tl.constexpr(12)  # as `read_item` returns it, padded
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
 MERGE_PRICE: tl.constexpr = tl.constexpr(4)  # cutting costs as much as this many tiles
-FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at least
+FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
+# its block would have more than `most_fixed_parts`
 CACHE_BYTES: tl.constexpr = tl.constexpr(config.CACHE_BYTES)
 WHOLE_ROWS: tl.constexpr = tl.constexpr(512)  # there, sequences of so many rows are not cut
 
