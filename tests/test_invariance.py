@@ -178,8 +178,8 @@ def test_slots_of_cut_blocks(
     used: list[int] = []
     for record in plan.schedule[8 + 6 * 16 :][: num_blocks * 8].view(-1, 8).tolist():
         _, _, _, q_len, _, _, num_tiles, first = record
-        size = max(1 if num_tiles <= 4 else 2, -(-num_tiles // 6))
-        size = num_tiles if q_len * 3 >= whole_rows else size
+        is_whole = q_len * 3 >= whole_rows or num_tiles <= 4
+        size = max(num_tiles, 1) if is_whole else max(2, -(-num_tiles // 6))
         held = [(first + tile) // share for tile in range(0, num_tiles, size)]
         assert len(held) <= 6
         if len(set(held)) > 1:

@@ -56,7 +56,7 @@ class EngineOptions:
     adaptive: bool = option(True, "Fewer drafts, or none, when they do not pay.")
     graphs: bool = option(True, "CUDA graphs of decoding steps.")
     fused_merge: bool = option(
-        True, "Parts of attention are merged inside its kernel, not by a launch of their own."
+        True, "Parts of attention may be merged inside its kernel; off, by a launch of their own."
     )
     max_workspace_mib: float = option(
         256.0, "MiB for keys that a latent cache (DeepSeek) is expanded into, at a time.", above=0

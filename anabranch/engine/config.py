@@ -102,7 +102,7 @@ class EngineConfig:
     cuda_graphs: bool = True
     compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
     join_projections: bool = True
-    fused_merge: bool = True  # parts of attention are merged where they are made, in one launch
+    fused_merge: bool = True  # parts of attention may be merged in the launch that makes them
     max_workspace_mib: float = 256  # for keys that a latent cache is expanded into, at a time
     seed: int | None = None  # of requests that give none
     tensor_parallel: int = 1  # processes, one a GPU, over which the weights are cut

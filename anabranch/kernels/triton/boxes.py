@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from anabranch.device import has_overlap
 from anabranch.kernels.triton.constants import AttendConstants
 from anabranch.keys import PLAIN, KeyStore, KeyView
 
@@ -24,9 +25,11 @@ def boxes_of(view: KeyView, constants: AttendConstants) -> Boxes | None:
     A box of a page must hold whole tiles, and the tiles must be those of paired blocks.
     """
     c, tiles, rows = constants, constants.tiles, view.page_size
-    origins = view.k.ptr.shape[0]
+    origins, device = view.k.ptr.shape[0], view.k.ptr.device
     if tiles.block_m < 64 or not origins * rows:
         return None
+    if device.type == "cuda" and not has_overlap(device):
+        return None  # before Hopper: Triton would load boxes two bytes at a time, and spill
     whole = tiles.paired and rows % tiles.block_n == 0 and origins * rows < 1 << 31
     if view.page_table is not None and not whole:
         return None

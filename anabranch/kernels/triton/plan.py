@@ -197,7 +197,7 @@ def num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
     division = constants.division
     if not division.fixed_parts:
         return 2 * division.num_workers * constants.num_kv_heads
-    part = -(-division.part_tiles // 2) * constants.tiles.block_n  # those of short blocks
+    part = division.part_tiles * constants.tiles.block_n  # shorter blocks are not cut
     per_block = min(-(-keys.capacity // part), division.most_parts)
     per_seq = -(-division.whole_rows // constants.tiles.block_m)  # blocks of what is cut at all
     by_length = per_seq * (keys.total_capacity // part + keys.num_seqs)
