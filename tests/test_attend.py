@@ -202,6 +202,21 @@ def test_a_merge_apart(batch_invariant: bool, config: AttendConfig, device: str)
 
 
 @every_device
+@pytest.mark.parametrize("fused", [True, False])
+def test_an_infinite_value_stays_infinite(fused: bool, device: str) -> None:
+    """In a merge of several parts, whose number is no multiple of those loaded at a time."""
+    q = torch.randn(1, 2, 16, device=device)
+    k, v = (torch.randn(1, 160, 2, 16, device=device) for _ in range(2))
+    v[0, -1, 0, 3] = torch.inf
+    keys = DenseKV(k, v)
+    config = AttendConfig(16, 16, 4, 2, 4, merge_price=0, merge_batch=8)
+    plan = make_plan(q, keys, impl="triton", config=config, fused_merge=fused)
+    out = attend(q, keys, plan=plan, impl="triton").out
+    assert out.isposinf().nonzero().tolist() == [[0, 0, 3]]
+    assert not out.isnan().any()
+
+
+@every_device
 @pytest.mark.parametrize(
     ("lengths", "past", "programs", "dealt"),
     [

@@ -9,8 +9,7 @@ parts alone, and no more is loaded than was left.
 import triton
 import triton.language as tl
 
-from anabranch.kernels.triton.merge_tree import arrive, merge_children, slot_of, store_slot
-from anabranch.kernels.triton.output import write_rows
+from anabranch.kernels.triton.merge_tree import arrive, merge_node, slot_of
 
 
 @triton.jit
@@ -32,7 +31,6 @@ def merge_groups(
     SIZE: tl.constexpr = C.merging.group_parts
     num_groups = tl.cdiv(num_parts, SIZE)
     stop = part + count
-    left = tl.minimum(num_rows - first_row, C.tiles.block_m)
     # A turn for each group that has held parts, and after them one for the merge of groups.
     turn, top = part // SIZE, (stop - 1) // SIZE + 1
     brought = 0  # groups that wait as one state
@@ -51,19 +49,9 @@ def merge_groups(
             # a slot of no other group; that of all groups is a group's first
             counter = parts.counters + slot_of(node + span, first_slot, kv_head, C)
             if arrive(counter, held, children):
-                for row in range(0, left, C.merging.rows):
-                    rows = row + tl.arange(0, C.merging.rows)
-                    out, lse = merge_children(
-                        node, span, children, first_slot, kv_head, rows, left, parts, C
-                    )
-                    if is_top | (num_groups == 1):
-                        write_rows(
-                            out, lse, first_row + rows, num_rows, q_start, kv_head,
-                            out_rows, lse_rows, C,
-                        )  # fmt: skip
-                    else:
-                        tl.debug_barrier()  # the first part's slot has been read
-                        slot = slot_of(node, first_slot, kv_head, C)
-                        store_slot(out, lse, slot, rows, left, parts, C)
+                merge_node(
+                    node, span, children, is_top | (num_groups == 1), first_slot, first_row,
+                    num_rows, q_start, kv_head, parts, out_rows, lse_rows, C,
+                )  # fmt: skip
                 brought += 1
         turn += 1

@@ -85,7 +85,7 @@ def merge_children(
                 lse = tl.load(parts.lses + places, cache_modifier=".cg")
                 lse = tl.where(present, lse, float("-inf"))
                 ptrs = parts.outs + places[:, None] * C.tiles.block_dv + dims
-                out = tl.load(ptrs, cache_modifier=".cg")
+                out = tl.where(present[:, None], tl.load(ptrs, cache_modifier=".cg"), 0.0)
             else:
                 slot = slot_of(node + child * span, first_slot, kv_head, C)
                 places = slot * C.tiles.block_m + rows
@@ -115,6 +115,25 @@ def arrive(counter_ptr, count, children):
 
 
 @triton.jit
+def merge_node(
+    node, span, children, is_top, first_slot, first_row, num_rows, q_start, kv_head, parts,
+    out_rows, lse_rows, C: tl.constexpr,
+):  # fmt: skip
+    """Merge a node's children: at the top into the output, else into the first child's slot."""
+    left = tl.minimum(num_rows - first_row, C.tiles.block_m)
+    for row in range(0, left, C.merging.rows):
+        rows = row + tl.arange(0, C.merging.rows)
+        out, lse = merge_children(node, span, children, first_slot, kv_head, rows, left, parts, C)
+        if is_top:
+            rows += first_row
+            write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+        else:
+            tl.debug_barrier()  # the first child's slot has been read
+            slot = slot_of(node, first_slot, kv_head, C)
+            store_slot(out, lse, slot, rows, left, parts, C)
+
+
+@triton.jit
 def merge_tree(
     part,
     num_parts,
@@ -140,19 +159,9 @@ def merge_tree(
             counter = parts.counters + slot_of(node + span, first_slot, kv_head, C)
             climbs = arrive(counter, 1, children)
             if climbs:
-                left = tl.minimum(num_rows - first_row, C.tiles.block_m)
-                for row in range(0, left, C.merging.rows):
-                    rows = row + tl.arange(0, C.merging.rows)
-                    out, lse = merge_children(
-                        node, span, children, first_slot, kv_head, rows, left, parts, C
-                    )
-                    if span * C.merging.fan_in >= num_parts:
-                        write_rows(
-                            out, lse, first_row + rows, num_rows, q_start, kv_head,
-                            out_rows, lse_rows, C,
-                        )  # fmt: skip
-                    else:
-                        tl.debug_barrier()  # the first child's slot has been read
-                        slot = slot_of(node, first_slot, kv_head, C)
-                        store_slot(out, lse, slot, rows, left, parts, C)
+                is_top = span * C.merging.fan_in >= num_parts
+                merge_node(
+                    node, span, children, is_top, first_slot, first_row, num_rows, q_start, kv_head,
+                    parts, out_rows, lse_rows, C,
+                )  # fmt: skip
         span = tl.where(climbs, span * C.merging.fan_in, num_parts)
