@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 from vllm_backend import Phase, engine_options
-from vllm_engine import Case, Engine
+from vllm_engine import Case, Engine, kernel_ms
 
 from anabranch.bench.engine.latency import full_batch_ms
 from anabranch.bench.engine.workload import random_prompts
@@ -36,8 +36,11 @@ TEMPERATURE = 1.0
 PROFILED = (42, 58)  # steps: prompts of 64 x 4096 are done, and no sequence is
 # The first list with a word that occurs in the name of a kernel is the share it counts for.
 SHARES = {
-    "experts": ("expert", "topk", "TopK", "radixSort", "scatter"),
-    "attention": ("attend", "latent", "merge", "append_kv", "schedule", "order_kernel"),
+    "experts": ("expert", "topk", "TopK", "radixSort", "scatter", "moe", "Moe"),
+    "attention": (
+        *("attend", "latent", "merge", "append_kv", "schedule", "order_kernel"),
+        *("flash", "Flash", "mla", "concat_and_cache"),
+    ),
 }
 
 
@@ -65,15 +68,16 @@ def our_steps(
     return full_batch_ms(llm.generate(prompts, params), stats)
 
 
-def shares(llm: LLM, case: Case, num_tokens: int) -> dict[str, float]:
-    """Milliseconds of kernels of each share, in a step in which all sequences decode."""
+def our_shares(llm: LLM, case: Case, num_tokens: int) -> dict[str, float]:
+    """Of a step of this engine."""
     stats = ProfiledStats()
     our_steps(llm, case, num_tokens, 0, stats)
+    return shares(kernel_ms(stats.profiler, *PROFILED))
+
+
+def shares(kernels: dict[str, float]) -> dict[str, float]:
+    """Milliseconds of each share, in a step in which all sequences decode."""
     found = dict.fromkeys([*SHARES, "rest"], 0.0)
-    kernels = {
-        event.key: event.self_device_time_total / 1e3 / (PROFILED[1] - PROFILED[0])
-        for event in stats.profiler.key_averages()
-    }
     for key, ms in kernels.items():
         kinds = (kind for kind, words in SHARES.items() if any(w in key for w in words))
         found[next(kinds, "rest")] += ms
@@ -103,7 +107,7 @@ def run_ours(given: argparse.Namespace, cases: Sequence[Case]) -> list[dict[str,
             for step in our_steps(llm, case, given.tokens, turn, RecordedStats())
         ]
         row = {"case": str(case), "engine": "anabranch", "step_ms": median(steps)}
-        rows.append(row | {"shares": shares(llm, case, given.tokens)})
+        rows.append(row | {"shares": our_shares(llm, case, given.tokens)})
         print(rows[-1], flush=True)
     return rows
 
@@ -125,7 +129,9 @@ def run_vllm(given: argparse.Namespace, cases: list[Case], folder: Path) -> list
                 for turn in range(given.rounds)
             ]
             step = median(one["step_ms"] for one in found)
-            rows.append({"case": str(case), "engine": f"vllm {given.peer}", "step_ms": step})
+            row = {"case": str(case), "engine": f"vllm {given.peer}", "step_ms": step}
+            last = engine.run(case, given.tokens, 0, seconds_left(given), TEMPERATURE, PROFILED)
+            rows.append(row | {"shares": shares(last["kernels"])})
             print(rows[-1], flush=True)
         return rows
     finally:
@@ -136,9 +142,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """A line for each row, with the time beside the last engine's and the shares of a step."""
     lines = [f"{'case':10}{'engine':24}{'step ms':>9}{'ratio':>8}  shares, ms"]
     for row in rows:
-        best = [other["step_ms"] for other in rows if other["case"] == row["case"]][-1]
+        peer = [other["step_ms"] for other in rows if other["case"] == row["case"]][-1]
         parts = ", ".join(f"{name} {ms:.3f}" for name, ms in row.get("shares", {}).items())
-        ratio = row["step_ms"] / best
+        ratio = row["step_ms"] / peer
         lines.append(
             f"{row['case']:10}{row['engine']:24}{row['step_ms']:9.3f}{ratio:8.3f}  {parts}"
         )

@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 
+WEIGHT_DEVIATION = 0.02
+
 
 class Case(NamedTuple):
     """So many prompts of so many random tokens each."""
@@ -50,6 +52,7 @@ def serve(connection: Connection, log: str, options: dict[str, Any]) -> None:
     from vllm import LLM
 
     llm: Any = LLM(**options)
+    llm.apply_model(draw_weights)
     layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
     attention = [layer for layer in layers.values() if hasattr(layer, "attn_backend")]
     backends = sorted({layer.attn_backend.__name__ for layer in attention})
@@ -62,11 +65,33 @@ def serve(connection: Connection, log: str, options: dict[str, Any]) -> None:
             connection.send({"error": repr(error)})
 
 
+def draw_weights(model: Any) -> None:
+    """Draw weights as transformers initialises them, in place, so that captured graphs use them.
+
+    vLLM's own are so small that the scores of experts are equal in bfloat16: all tokens would
+    choose the same experts, and few weights would be read.
+    """
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.data.normal_(0, WEIGHT_DEVIATION)
+        elif weight.is_floating_point():
+            weight.data.fill_(float(not name.endswith("bias")))
+
+
 def run_case(
-    llm: Any, case: Case, num_tokens: int, seed: int, temperature: float
-) -> dict[str, float]:
-    """Milliseconds until all prompts have a token, of a step with all sequences, and in all."""
+    llm: Any,
+    case: Case,
+    num_tokens: int,
+    seed: int,
+    temperature: float = 0.0,
+    profiled: tuple[int, int] | None = None,
+) -> dict[str, Any]:
+    """Milliseconds until all prompts have a token, of a step with all sequences, and in all.
+
+    With the numbers of two steps, also those of every kernel in a step between them.
+    """
     import torch
+    from torch.profiler import ProfilerActivity, profile
     from vllm import SamplingParams
 
     generator = torch.Generator().manual_seed(seed)
@@ -77,9 +102,13 @@ def run_case(
     )
     core = llm.llm_engine.engine_core
     fetch, arrivals = core.get_output, []
+    profiler = profile(activities=[ProfilerActivity.CUDA])
 
     def timed() -> Any:
         outputs = fetch()
+        if profiled and len(arrivals) in profiled:
+            torch.cuda.synchronize()
+            (profiler.start if len(arrivals) == profiled[0] else profiler.stop)()
         new = {one.request_id: len(one.new_token_ids) for one in outputs.outputs}
         arrivals.append((time.perf_counter(), {k: n for k, n in new.items() if n}))
         return outputs
@@ -90,7 +119,16 @@ def run_case(
         llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     finally:
         core.get_output = fetch
-    return summary(arrivals, case.num_seqs, start)
+    found: dict[str, Any] = summary(arrivals, case.num_seqs, start)
+    return found | {"kernels": kernel_ms(profiler, *profiled)} if profiled else found
+
+
+def kernel_ms(profiler: Any, first: int, last: int) -> dict[str, float]:
+    """Milliseconds of every kernel in a step of those that were profiled."""
+    return {
+        event.key: event.self_device_time_total / 1e3 / (last - first)
+        for event in profiler.key_averages()
+    }
 
 
 def summary(
@@ -156,10 +194,16 @@ class Engine:
         raise SystemExit(f"{self.backend}: {why}\n" + "\n".join(tail))
 
     def run(
-        self, case: Case, num_tokens: int, seed: int, seconds: float, temperature: float = 0.0
+        self,
+        case: Case,
+        num_tokens: int,
+        seed: int,
+        seconds: float,
+        temperature: float = 0.0,
+        profiled: tuple[int, int] | None = None,
     ) -> dict[str, Any]:
-        """One case."""
-        self.connection.send((case, num_tokens, seed, temperature))
+        """One case, as run_case() has it."""
+        self.connection.send((case, num_tokens, seed, temperature, profiled))
         return self.receive(seconds)
 
     def stop(self) -> None:
