@@ -103,3 +103,9 @@ def make_barriers(NUM: gl.constexpr, COUNT: gl.constexpr):
     for i in gl.static_range(NUM):
         mbarrier.init(barriers.index(i), count=COUNT)
     return barriers
+
+
+@gluon.jit
+def prefetch_maps(C: gl.constexpr):
+    """Fetch the tensor maps, which are parameters, while the kernel ahead ends."""
+    gl.inline_asm_elementwise(C.prefetch_maps, "=r", [], dtype=gl.int32, is_pure=False, pack=1)

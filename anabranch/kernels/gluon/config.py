@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from itertools import accumulate
@@ -54,6 +55,16 @@ def pack_of(group: int) -> int:
     return min(group & -group, 64)
 
 
+def prefetch_assembly(kernel: str, sizes: Sequence[int]) -> str:
+    """Assembly that fetches tensor maps, each the first of so many parameters of a kernel."""
+    lines = [
+        f"@first prefetch.param.tensormap [{kernel}_param_{place}];"
+        for place in accumulate(sizes[:-1], initial=0)
+    ]
+    thread = "mov.u32 $0, %tid.x; setp.eq.u32 first, $0, 0;"
+    return f"{{ .reg .pred first; {thread} {' '.join(lines)} }}"
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class HopperConstants:
     """What the kernel is compiled for; never a length or a batch size."""
@@ -103,12 +114,7 @@ class HopperConstants:
         """
         ranges_k, ranges_v = 1 + bool(self.dk_rest), 1 + bool(self.dv_rest)
         sizes = [7] * ranges_k + [5] * (ranges_k + ranges_v) + [7] * ranges_v
-        lines = [
-            f"@first prefetch.param.tensormap [attend_kernel_param_{place}];"
-            for place in accumulate(sizes[:-1], initial=0)
-        ]
-        thread = "mov.u32 $0, %tid.x; setp.eq.u32 first, $0, 0;"
-        return f"{{ .reg .pred first; {thread} {' '.join(lines)} }}"
+        return prefetch_assembly("attend_kernel", sizes)
 
     @property
     def boxes_a_tile(self) -> int:

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from anabranch.kernels.gluon.barriers import make_barriers
+from anabranch.kernels.gluon.barriers import make_barriers, prefetch_maps
 from anabranch.kernels.gluon.consumer import consume
 from anabranch.kernels.gluon.copies import produce_queries_keys, produce_values
 from anabranch.kernels.gluon.queue import make_queue
@@ -22,12 +22,6 @@ def allocate_rows(dtype: gl.constexpr, WIDTH: gl.constexpr):
 def allocate_tiles(desc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.constexpr):
     """A ring of tiles of keys or values."""
     return gl.allocate_shared_memory(desc.dtype, [STAGES, BLOCK_N, WIDTH], desc.layout)
-
-
-@gluon.jit
-def prefetch_maps(C: gl.constexpr):
-    """Fetch the tensor maps, which are parameters, while the kernel ahead ends."""
-    gl.inline_asm_elementwise(C.prefetch_maps, "=r", [], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit(do_not_specialize=["table_stride", "tree_width"])

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 
 from anabranch.kernels.config import AttendConfig
+from anabranch.kernels.gluon.config import prefetch_assembly
 from anabranch.kernels.triton.constants import AttendConstants, attend_program, program_from
 from anabranch.keys import PLAIN
 
@@ -52,6 +53,11 @@ class LatentConstants:
     def boxes_a_tile(self) -> int:
         """Copies that fill the columns of a half: one, or one for each page."""
         return max(self.block_n // self.page_size, 1)
+
+    @property
+    def prefetch_maps(self) -> str:
+        """Assembly that fetches the tensor maps; each is followed by two sizes and strides."""
+        return prefetch_assembly("attend_latent_kernel", [5] * 5)
 
     @property
     def max_registers(self) -> int:

@@ -164,7 +164,7 @@ def consume_latent(
     worker, pack = gl.program_id(0) // C.num_packs, gl.program_id(0) % C.num_packs
     done = 0  # tiles
     taken = 0  # items
-    walk = begin_walk(schedule_ptr, worker, W)
+    walk = begin_walk(schedule_ptr, worker, C)
     _, block, tiles, _ = take_item(schedule_ptr, walk, worker, W)
     while tiles[0] < tiles[1]:
         _, first_row, q_start, q_len, seq_len = block

@@ -68,7 +68,7 @@ def produce_latent(
     worker, pack = gl.program_id(0) // C.num_packs, gl.program_id(0) % C.num_packs
     done = 0  # tiles
     taken = 0  # items
-    walk = begin_walk(schedule_ptr, worker, W)
+    walk = begin_walk(schedule_ptr, worker, C)
     walk, block, tiles, _ = take_item(schedule_ptr, walk, worker, W)
     while tiles[0] < tiles[1]:
         origin, first_row, q_start, _, seq_len = block

@@ -8,9 +8,9 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from anabranch.kernels.gluon.barriers import make_barriers
+from anabranch.kernels.gluon.barriers import make_barriers, prefetch_maps
 from anabranch.kernels.gluon.boxes import flat_boxes, key_boxes
 from anabranch.kernels.gluon.latent_config import LatentConstants
 from anabranch.kernels.gluon.latent_consumers import consume_latent
@@ -77,9 +77,9 @@ def attend_latent_kernel(
     C: gl.constexpr,  # LatentConstants
 ):  # fmt: skip
     """Attend to the items of each worker's share: two consumers and a producer."""
-    if C.overlap:  # nothing is read before the kernel ahead has ended
-        gdc_wait()
+    if C.overlap:  # global memory is not touched before `begin_walk`
         gdc_launch_dependents()
+        prefetch_maps(C)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     q_left = gl.allocate_shared_memory(q_desc.dtype, [1, 64, 256], q_desc.layout)
     q_right = gl.allocate_shared_memory(q_desc.dtype, [1, 64, 256], q_desc.layout)
