@@ -1,8 +1,8 @@
 """Decode over quantised caches beside a bfloat16 one, and beside peers' fp8 caches.
 
-    python benchmarks/formats.py                    # every format of this package
-    python benchmarks/formats.py --peers SITE       # also FlashAttention-3 and FlashInfer
-    python benchmarks/formats.py --tune             # other tiles in the place of the selected ones
+    python benchmarks/formats.py                        # every format of this package
+    ANABRANCH_PEERS=SITE python benchmarks/formats.py   # also FlashAttention-3 and FlashInfer
+    python benchmarks/formats.py --tune                 # other tiles too
 
 SITE holds vLLM's _vllm_fa3_C.abi3.so and, unpacked, FlashInfer, which compiles itself for half a
 minute. Implementations take turns, and each is checked against float32 before it is timed. With an
@@ -23,6 +23,7 @@ from hopper import header
 from latent import BRAIN, CUDA, Call, check, planned, time_in_turn
 
 import anabranch as ab
+from anabranch.bench.peers.site import add_folder, find_library, has_folder
 from anabranch.kernels.config import AttendConfig
 from anabranch.keys.formats import FORMATS, empty_store
 
@@ -150,15 +151,14 @@ def rows(tune: bool, peers: bool) -> Iterator[dict[str, object]]:
 def main() -> None:
     """Print a line for each implementation, and write them all."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=Path, help="folder with FlashAttention-3 and FlashInfer")
     parser.add_argument("--tune", action="store_true", help="also time other tiles")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
-    if options.peers:
-        sys.path.insert(0, str(options.peers))
-        torch.ops.load_library(str(options.peers / "_vllm_fa3_C.abi3.so"))
+    if has_folder():
+        add_folder()
+        torch.ops.load_library(str(find_library("_vllm_fa3_C.abi3.so")))
     found: list[dict[str, object]] = []
-    for row in rows(options.tune, options.peers is not None):
+    for row in rows(options.tune, has_folder()):
         print(json.dumps(row), flush=True)
         found.append(row)
     if options.out:

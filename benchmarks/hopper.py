@@ -1,8 +1,8 @@
 """Prefill, chunks over pages and wide verification beside FlashAttention-3 on a Hopper GPU.
 
-    PEERS=DIR python benchmarks/hopper.py --out benchmarks/results/hopper/h200.json
+    ANABRANCH_PEERS=SITE python benchmarks/hopper.py --out benchmarks/results/hopper/h200.json
 
-PEERS names the folder with vLLM's build of FlashAttention-3 (`_vllm_fa3_C.abi3.so`). Every case is
+SITE is a folder with vLLM's build of FlashAttention-3 (`_vllm_fa3_C.abi3.so`). Every case is
 captured in CUDA graphs, one for each implementation, which are replayed in turn, in an order that
 changes: a GPU at its power limit then slows all of them alike. Kernels are compiled beforehand, in
 processes side by side.
@@ -28,6 +28,7 @@ import torch
 import triton
 
 import anabranch as ab
+from anabranch.bench.peers.site import find_library, has_folder
 
 SAMPLE_US = 3000.0
 ROUNDS = 9
@@ -233,7 +234,7 @@ def measure(case: Case) -> dict[str, object]:
     inputs = Inputs(case, case.copies)
     producer, calls = ours(inputs)
     candidates = {"anabranch": calls}
-    if "PEERS" in os.environ:
+    if has_folder():
         candidates["FA3"] = flash_attention(inputs)
     if not case.page_size and len(set(case.dims)) == 1:
         candidates["cuDNN"] = cudnn(inputs)
@@ -289,8 +290,8 @@ def main() -> None:
         ours(Inputs(case, 1))[1][0]()
         torch.cuda.synchronize()
         return
-    if "PEERS" in os.environ:
-        torch.ops.load_library(os.environ["PEERS"] + "/_vllm_fa3_C.abi3.so")
+    if has_folder():
+        torch.ops.load_library(str(find_library("_vllm_fa3_C.abi3.so")))
     cases = [case for case in CASES if options.only in case.name]
     print(f"compiled in {compile_all(cases):.0f} s", flush=True)
     rows: list[dict[str, object]] = []

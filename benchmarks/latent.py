@@ -1,8 +1,8 @@
 """Latent decode beside FlashMLA, by CUDA-graph replay.
 
-    python benchmarks/latent.py --peers SITE        # SITE holds vLLM's _flashmla_C.abi3.so
-    python benchmarks/latent.py --tune              # other tiles in the place of the selected ones
-    python benchmarks/latent.py --out FILE          # also write the rows, and what they hold for
+    ANABRANCH_PEERS=SITE python benchmarks/latent.py   # SITE holds vLLM's _flashmla_C.abi3.so
+    python benchmarks/latent.py --tune                 # other tiles in the place of the selected ones
+    python benchmarks/latent.py --out FILE             # also write the rows, and what they hold for
 
 Implementations of a case take turns, so that clocks and temperature are the same for all. Each is
 checked against float32 on one sequence before it is timed. Prints a line of JSON for each.
@@ -21,6 +21,7 @@ import torch
 from hopper import header
 
 import anabranch as ab
+from anabranch.bench.peers.site import find_library, has_folder
 from anabranch.bench.timing import event_us
 from anabranch.device import capability
 from anabranch.kernels.config import AttendConfig
@@ -192,15 +193,14 @@ def rows(tune: bool, peer: bool) -> Iterator[dict[str, object]]:
 def main() -> None:
     """Print what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--peers", type=Path, help="folder with _flashmla_C.abi3.so")
     parser.add_argument("--tune", action="store_true", help="also time other tiles")
     parser.add_argument("--out", type=Path, help="a JSON file for the results")
     options = parser.parse_args()
-    if options.peers:
-        torch.ops.load_library(str(options.peers / "_flashmla_C.abi3.so"))
+    if has_folder():
+        torch.ops.load_library(str(find_library("_flashmla_C.abi3.so")))
     print(json.dumps(header("decode")))
     found: list[dict[str, object]] = []
-    for row in rows(options.tune, options.peers is not None):
+    for row in rows(options.tune, has_folder()):
         print(json.dumps(row), flush=True)
         found.append(row)
     if options.out:

@@ -28,6 +28,11 @@ def import_peer(name: str) -> ModuleType:
         raise UnavailableError(str(reason)) from reason
 
 
+def has_folder() -> bool:
+    """Whether the environment names a folder."""
+    return bool(os.environ.get(ENVIRONMENT_VARIABLE))
+
+
 def find_library(name: str) -> Path:
     """A peer's shared library in the folder."""
     path = Path(os.environ.get(ENVIRONMENT_VARIABLE, "")) / name
