@@ -1,7 +1,7 @@
 """Latent decode beside FlashMLA, by CUDA-graph replay.
 
     ANABRANCH_PEERS=SITE python benchmarks/latent.py   # SITE holds vLLM's _flashmla_C.abi3.so
-    python benchmarks/latent.py --tune                 # other tiles in the place of the selected ones
+    python benchmarks/latent.py --tune                 # other tiles too
     python benchmarks/latent.py --out FILE             # also write the rows, and what they hold for
 
 Implementations of a case take turns, so that clocks and temperature are the same for all. Each is
