@@ -27,6 +27,7 @@ def headline_section(root: Path) -> str | None:
         for path in sorted(folder.glob(f"*-{bench}.json"))
     ]
     rows += _hopper_rows(root)
+    rows += [_latent_row(path) for path in folder.glob("latent/h200.json")]
     rows += [_throughput_row(path) for path in sorted(folder.glob("engine/*throughput.json"))]
     rows += [row for path in folder.glob("engine/cpu.json") for row in _cpu_rows(path)]
     head = ["| speed of anabranch / that of the fastest peer | median | range | peers | run |"]
@@ -59,6 +60,14 @@ def _hopper_rows(root: Path) -> list[str]:
         _row("prefill", prompts, "FA3, cuDNN", results["header"]),
         _row("chunks of prompts over pages", chunks, "FA3", results["header"]),
     ]
+
+
+def _latent_row(path: Path) -> str:
+    """Decode over latent rows, on the producer that a GPU's default is."""
+    results = json.loads(path.read_text())
+    default = [row for row in results["rows"] if row["implementation"] == "anabranch gluon"]
+    ratios = [row["ratio"] for row in default]
+    return _row("decode over latent rows (DeepSeek)", ratios, "FlashMLA", results["header"])
 
 
 def _throughput_row(path: Path) -> str:
