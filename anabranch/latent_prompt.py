@@ -1,39 +1,27 @@
-"""attend_latent_prompt(): many queries over latent keys, expanded piece by piece under a budget."""
+"""attend_latent_prompt(): many queries over latent keys, expanded under a budget of memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from anabranch.attend import attend
 from anabranch.keys import LatentKV, RaggedKV
 from anabranch.merge import merge
+from anabranch.prompt_pieces import (
+    KeySpan,
+    PromptLayout,
+    PromptPiece,
+    make_prompt_layout,
+)
+from anabranch.prompt_workspace import PromptLens
 from anabranch.shapes import Sizes
 from anabranch.state import AttentionState
 from anabranch.up_projection import UpProjection
 
-MIB = 1 << 20
-MIN_PIECE = 128  # keys and queries: smaller products would waste a GPU
-STATE_SHARE = 4  # a quarter of the budget is for the state of a piece
-INDEX_BYTES = 64  # a key, for the int64 tensors that find its row
-
-
-class Workspace(NamedTuple):
-    """How much of a prompt is handled at once."""
-
-    num_keys: int
-    num_queries: int
-
-
-class ContextPiece(NamedTuple):
-    """Keys of neighbouring sequences: all that one has in the piece lies at `starts`."""
-
-    first_seq: int
-    starts: list[int]
-    counts: list[int]
+DECODE_BYTES = 16  # a column of a row, while rows in a quantised cache are decoded
 
 
 def attend_latent_prompt(
@@ -46,6 +34,7 @@ def attend_latent_prompt(
     context_lens: Sequence[int],
     scale: float,
     max_workspace_mib: float = 256,
+    layout: PromptLayout | None = None,
 ) -> AttentionState:
     """Causal attention of prompts, or pieces of prompts, with the keys and values of every head.
 
@@ -55,45 +44,34 @@ def attend_latent_prompt(
     q_lens        tokens of each sequence; together at most num_tokens
     context_lens  rows of each sequence before its tokens, on the host as the budget needs them
     scale         of the scores, 1 / sqrt(head_dim) with the model's factor
+    layout        from make_prompt_layout() with the same lengths and budget, to be shared by the
+                  layers of a step
 
-    Rows are expanded in pieces, each of which gives a state, and states are merged. Whatever the
-    lengths, at most `max_workspace_mib` is allocated beside the result and what attend() and
-    merge() use themselves. Returns the state of [num_tokens, num_heads, head_dim_v].
+    Rows are expanded for some heads at a time. Sequences whose keys do not fit even so are cut
+    into pieces, each of which gives a state, and states are merged. Whatever the lengths, at most
+    `max_workspace_mib` is allocated beside the result. Returns the state of
+    [num_tokens, num_heads, head_dim_v].
     """
     _check(q, rows, keys, up, q_lens, context_lens)
-    space = size_workspace(up, rows.shape[1], max_workspace_mib)
-    shape = (*q.shape[:2], up.head_dim_v)
-    state = AttentionState.empty(shape, dtype=q.dtype, device=q.device)
-    bounds = [0, *accumulate(q_lens)]
-    # The tensors of a piece are freed as a function returns, before the next piece is expanded.
-    for piece in _context_pieces(context_lens, space.num_keys):
-        seqs = slice(piece.first_seq, piece.first_seq + len(piece.counts) + 1)
-        k_bounds = [0, *accumulate(piece.counts)]
-        _attend_earlier(
-            q, up.expand(_read(keys, piece)), bounds[seqs], k_bounds, space, scale, state
+    if layout is None:
+        layout = make_prompt_layout(
+            up,
+            rows.shape[1],
+            q_lens=q_lens,
+            context_lens=context_lens,
+            page_size=keys.page_size,
+            max_workspace_mib=max_workspace_mib,
         )
-    step = min(space)
-    for start in range(0, bounds[-1], step):
-        stop = min(start + step, bounds[-1])
-        _attend_new(q, up.expand(rows[start:stop]), bounds, start, stop, space, scale, state)
+    else:
+        layout.check(PromptLens(tuple(q_lens), tuple(context_lens)), q.shape[1])
+    out = q.new_empty(*q.shape[:2], up.head_dim_v)
+    state = AttentionState(out, torch.empty(q.shape[:2], device=q.device))
+    if sum(q_lens) < len(q):
+        out[sum(q_lens) :] = 0
+        state.lse[sum(q_lens) :] = -torch.inf
+    for piece in layout.pieces:  # its tensors are freed before the next one is read
+        _attend_piece(q, _read(keys, rows, piece, layout, up), up, piece, layout, scale, state)
     return state
-
-
-def size_workspace(up: UpProjection, width: int, max_workspace_mib: float) -> Workspace:
-    """Keys and queries that a budget allows for rows of this width."""
-    budget = max_workspace_mib * MIB
-    a_key = up.bytes_per_key(width) + INDEX_BYTES
-    a_query = up.weight.shape[0] * (up.head_dim_v * up.weight.element_size() + 4)
-    space = Workspace(
-        int(budget * (STATE_SHARE - 1) / STATE_SHARE / a_key), int(budget / STATE_SHARE / a_query)
-    )
-    if min(space) < MIN_PIECE:
-        need = MIN_PIECE * STATE_SHARE * max(a_key / (STATE_SHARE - 1), a_query) / MIB
-        raise ValueError(
-            f"max_workspace_mib {max_workspace_mib} is too small for a piece of {MIN_PIECE} keys, "
-            f"which needs {need:.1f}"
-        )
-    return space
 
 
 def _check(
@@ -123,90 +101,73 @@ def _check(
         )
 
 
-def _context_pieces(context_lens: Sequence[int], most: int) -> Iterator[ContextPiece]:
-    """Cut the contexts of all sequences, one after the other, every `most` rows."""
-    piece, room = ContextPiece(0, [], []), most
-    for seq, length in enumerate(context_lens):
-        start = 0
-        while True:
-            count = min(length - start, room)
-            piece.starts.append(start)
-            piece.counts.append(count)
-            start, room = start + count, room - count
-            if start == length:
-                break
-            yield piece
-            piece, room = ContextPiece(seq, [], []), most
-    if any(piece.counts):
-        yield piece
+def _read(
+    keys: LatentKV, rows: torch.Tensor, piece: PromptPiece, layout: PromptLayout, up: UpProjection
+) -> torch.Tensor:
+    """The rows of a piece [num_keys, width], of contexts and of new tokens."""
+    num_keys = sum(span.stop - span.start for span in piece.spans)
+    first = piece.spans[0]
+    if all(span.start >= span.context_len for span in piece.spans):
+        token = first.first_token + first.start - first.context_len
+        return rows[token : token + num_keys]
+    skipped = first.start % keys.page_size  # pages are copied whole
+    buffer = rows.new_empty(skipped + num_keys + keys.page_size, rows.shape[1])
+    most = num_keys
+    if keys.cache_scales is not None:  # decoded where keys will be expanded
+        room = up.bytes_per_key(rows.shape[1], layout.num_heads) * num_keys - buffer.nbytes
+        most = room // (DECODE_BYTES * rows.shape[1])
+    place = skipped
+    for span in piece.spans:
+        _read_context(keys, span, buffer, place, most)
+        new = slice(max(span.start, span.context_len), span.stop)
+        if new.start < new.stop:  # over the end of the last page
+            token = span.first_token - span.context_len
+            start, count = place + new.start - span.start, new.stop - new.start
+            buffer[start : start + count] = rows[token + new.start : token + new.stop]
+        place += span.stop - span.start
+    return buffer[skipped:place]
 
 
-def _read(keys: LatentKV, piece: ContextPiece) -> torch.Tensor:
-    """The rows of a piece [num_keys, width]."""
-    lengths = _index(piece.counts, keys.device).long()
-    seqs = torch.arange(len(piece.counts), device=keys.device)
-    total = sum(piece.counts)
-    seqs = seqs.repeat_interleave(lengths, output_size=total)
-    first = [
-        start - sum(piece.counts[:seq]) for seq, start in enumerate(piece.starts)
-    ]  # added to the place in the piece
-    positions = torch.arange(total, device=keys.device) + _index(first, keys.device)[seqs]
-    return keys.read_rows(seqs + piece.first_seq, positions)
+def _read_context(
+    keys: LatentKV, span: KeySpan, buffer: torch.Tensor, place: int, most: int
+) -> None:
+    """Copy the context rows of a span, in whole pages, `most` rows at a time."""
+    size, stop = keys.page_size, min(span.stop, span.context_len)
+    place -= span.start % size
+    first, last = span.start // size, -(-stop // size)
+    step = max(most // size, 1)
+    for page in range(first, last, step):
+        pages = slice(page, min(page + step, last))
+        start = place + (page - first) * size
+        keys.read_pages(span.seq, pages, buffer[start : start + (pages.stop - page) * size])
 
 
-def _attend_new(
+def _attend_piece(
     q: torch.Tensor,
-    expanded: tuple[torch.Tensor, torch.Tensor],
-    bounds: list[int],
-    start: int,
-    stop: int,
-    space: Workspace,
+    latent: torch.Tensor,
+    up: UpProjection,
+    piece: PromptPiece,
+    layout: PromptLayout,
     scale: float,
     state: AttentionState,
 ) -> None:
-    """Merge into `state` what tokens see of the new tokens from `start` to `stop`."""
-    k, v = expanded
-    starts = _index([min(max(bound, start), stop) - start for bound in bounds], q.device)
-    own = attend(q[start:stop], RaggedKV(k, v, starts), cu_seqlens_q=starts, scale=scale)
-    merge(part := _rows(state, start, stop), own, out=part)
-    del own
-    end = min(bound for bound in bounds if bound >= stop)
-    if end > stop:  # the last sequence goes on after the piece
-        begin = max(bound for bound in bounds if bound < stop)
-        cut = max(begin - start, 0)
-        earlier = (k[cut:], v[cut:])
-        _attend_earlier(q, earlier, [stop, end], [0, len(k) - cut], space, scale, state)
+    """Add to `state` what its tokens see of a piece, one group of heads after the other."""
+    k, v = up.new_expanded(latent, layout.num_heads)
+    sources = [RaggedKV(k, v, layout.index[call.k_bounds]) for call in piece.calls]
+    starts = [layout.index[call.q_bounds] for call in piece.calls]
+    plan = layout.plan(piece, q[piece.calls[0].tokens, : k.shape[1]], sources[0], starts[0])
+    for first in range(0, q.shape[1], k.shape[1]):
+        heads = slice(first, first + k.shape[1])
+        up.expand_heads(latent, heads, k, v)
+        for call, source, start in zip(piece.calls, sources, starts, strict=True):
+            part = AttentionState(state.out[call.tokens, heads], state.lse[call.tokens, heads])
+            seen = part if call.is_first else _new_state(part)
+            options: Any = {"cu_seqlens_q": start, "causal": call.causal, "scale": scale}
+            attend(q[call.tokens, heads], source, **options, plan=plan, out=seen)
+            if not call.is_first:
+                merge(part, seen, out=part)
+            del seen
 
 
-def _attend_earlier(
-    q: torch.Tensor,
-    expanded: tuple[torch.Tensor, torch.Tensor],
-    q_bounds: list[int],  # tokens of the sequences in question
-    k_bounds: list[int],
-    space: Workspace,
-    scale: float,
-    state: AttentionState,
-) -> None:
-    """Merge into `state` what tokens see of keys that all come before them."""
-    source = RaggedKV(*expanded, _index(k_bounds, q.device))
-    for start in range(q_bounds[0], q_bounds[-1], space.num_queries):
-        stop = min(start + space.num_queries, q_bounds[-1])
-        starts = [min(max(bound, start), stop) - start for bound in q_bounds]
-        seen = attend(
-            q[start:stop],
-            source,
-            cu_seqlens_q=_index(starts, q.device),
-            causal=False,
-            scale=scale,
-        )
-        merge(part := _rows(state, start, stop), seen, out=part)
-        del seen
-
-
-def _rows(state: AttentionState, start: int, stop: int) -> AttentionState:
-    return AttentionState(state.out[start:stop], state.lse[start:stop])
-
-
-def _index(values: Sequence[int], device: torch.device) -> torch.Tensor:
-    pinned = torch.tensor(values, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return pinned.to(device, non_blocking=True)
+def _new_state(like: AttentionState) -> AttentionState:
+    return AttentionState(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional
 
 
 class UpProjection(NamedTuple):
@@ -56,19 +55,36 @@ class UpProjection(NamedTuple):
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [num_keys, num_heads, dim] of rows [num_keys, width]."""
-        nope, shape = self.head_dim_nope, self.weight.shape[:2]
-        both = functional.linear(rows[:, : self.rank], self.weight.flatten(0, 1))
-        both = both.view(len(rows), *shape)
-        k = both.new_empty(len(rows), shape[0], nope + rows.shape[1] - self.rank)
-        k[..., :nope] = both[..., :nope]
-        k[..., nope:] = rows[:, None, self.rank :]
-        return k, both[..., nope:]
+        num_heads = self.weight.shape[0]
+        k, v = self.new_expanded(rows, num_heads)
+        self.expand_heads(rows, slice(0, num_heads), k, v)
+        return k, v
 
-    def bytes_per_key(self, width: int) -> int:
-        """What a key takes while it is expanded: its row, projected, and with rotary columns."""
+    def new_expanded(self, rows: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for the keys and values of so many heads, in which rotary columns are written."""
+        num_keys, nope, rank = len(rows), self.head_dim_nope, self.rank
+        dims = nope + rows.shape[1] - rank, self.head_dim_v
+        both = rows.new_empty(num_keys * num_heads * sum(dims))
+        middle = num_keys * num_heads * dims[0]
+        k = both[:middle].view(num_keys, num_heads, dims[0])
+        v = both[middle:].view(num_keys, num_heads, dims[1])
+        k[..., nope:] = rows[:, None, rank:]
+        return k, v
+
+    def expand_heads(
+        self, rows: torch.Tensor, heads: slice, k: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        """Write the projected columns of the keys and values of some heads."""
+        nope, weight = self.head_dim_nope, self.weight[heads].transpose(1, 2)
+        latent = rows[:, : self.rank].expand(len(weight), -1, -1)
+        torch.bmm(latent, weight[..., :nope], out=k[..., :nope].transpose(0, 1))
+        torch.bmm(latent, weight[..., nope:], out=v.transpose(0, 1))
+
+    def bytes_per_key(self, width: int, num_heads: int | None = None) -> int:
+        """What a key takes while it is expanded for some heads, or all: its row, key and value."""
         heads, both, rank = self.weight.shape
-        numbers = width + heads * (both + self.head_dim_nope + width - rank)
-        return numbers * self.weight.element_size()
+        heads = heads if num_heads is None else num_heads
+        return (width + heads * (both + width - rank)) * self.weight.element_size()
 
     def prefers_expanded(self, num_queries: float, width: int) -> bool:
         """Whether keys with so many queries each cost fewer operations expanded than absorbed.

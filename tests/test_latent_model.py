@@ -91,13 +91,19 @@ def test_a_prefix_is_used_again(saved: tuple[Any, str]) -> None:
 def test_every_form_of_attention_gives_the_same_logits(
     saved: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Chunks of prompts over a context are expanded, in several pieces; decoding is absorbed."""
+    """Chunks of prompts over a context are expanded, in several pieces; decoding is absorbed.
+
+    How a prompt is cut is decided once for all layers of a step.
+    """
     model, path = saved
     calls: dict[str, int] = {"context": 0, "fresh": 0, "absorbed": 0}
+    layouts: list[Any] = []
     attend_prompt, state = latent_step.attend_latent_prompt, latent_step.Step.attend_entry
 
     def counted(*args: Any, **options: Any) -> Any:
         calls["context"] += any(options["context_lens"])
+        if "layout" in options:  # within a step
+            layouts.append(options["layout"])
         return attend_prompt(*args, **options)
 
     def counted_state(step: Any, q: torch.Tensor, place: int, keys: Any, rules: Any) -> Any:
@@ -107,7 +113,7 @@ def test_every_form_of_attention_gives_the_same_logits(
     monkeypatch.setattr(latent_step, "attend_latent_prompt", counted)
     monkeypatch.setattr(latent_step.Step, "attend_entry", counted_state)
     prompts = random_prompts(8, (150, 31, 200))
-    llm = LLM(path, device="cpu", page_size=4, max_num_batched_tokens=64, max_workspace_mib=0.6)
+    llm = LLM(path, device="cpu", page_size=4, max_num_batched_tokens=64, max_workspace_mib=0.12)
     params = SamplingParams(temperature=0, max_tokens=3, logprobs=5, ignore_eos=True)
     for found in llm.generate(prompts, params):
         output = found.outputs[0]
@@ -117,6 +123,8 @@ def test_every_form_of_attention_gives_the_same_logits(
             for token, logprob in entry.items():
                 assert logprob.logprob == pytest.approx(row[token].item(), abs=2e-4)
     assert all(calls.values()), calls
+    assert layouts[0::2] == layouts[1::2], "two layers share one"
+    assert any(len(layout.pieces) > 1 for layout in layouts)
 
 
 def test_weights_stay_one_copy(saved: tuple[Any, str]) -> None:

@@ -1,4 +1,4 @@
-"""Latent prompts in pieces: the states of all pieces, merged, are the state over all keys."""
+"""Latent prompts by heads and pieces: merged, their states are the state over all keys."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from anabranch import (
     attend_latent_prompt,
     latent_prompt,
     merge,
+    prompt_pieces,
 )
 from anabranch.keys.formats import empty_store
-from anabranch.latent_prompt import MIB, MIN_PIECE, size_workspace
+from anabranch.prompt_pieces import make_prompt_layout
+from anabranch.prompt_workspace import MIB, MIN_PIECE, Workspace, check_workspace
 
-HEADS, NOPE, ROTARY, VALUE, RANK, PAGE = 4, 16, 8, 12, 32, 16
+HEADS, NOPE, ROTARY, VALUE, RANK, PAGE = 8, 16, 8, 12, 32, 16
 WIDTH = RANK + ROTARY
 SCALE = 0.3
 
@@ -89,19 +91,19 @@ CASES = [
 
 
 @pytest.mark.parametrize(("q_lens", "context_lens"), CASES, ids=str)
-@pytest.mark.parametrize("pieces", [(128, 128), (100, 33), (10**6, 10**6)], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [(8, 128, 128), (2, 100, 33), (1, 400, 400), (4, 10**6, 10**6)], ids=str
+)
 def test_pieces_give_the_state_of_the_whole(
     q_lens: list[int],
     context_lens: list[int],
-    pieces: tuple[int, int],
+    sizes: tuple[int, int, int],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     torch.manual_seed(len(q_lens))
     up = random_up()
     q, rows, keys = random_prompt(q_lens, context_lens)
-    monkeypatch.setattr(
-        latent_prompt, "size_workspace", lambda *_: latent_prompt.Workspace(*pieces)
-    )
+    monkeypatch.setattr(prompt_pieces, "choose_workspace", lambda *_: Workspace(*sizes))
     found = attend_latent_prompt(
         q, rows, keys, up, q_lens=q_lens, context_lens=context_lens, scale=SCALE
     )
@@ -140,22 +142,47 @@ class LiveBytes(TorchDispatchMode):
         self.alive -= num_bytes
 
 
-@pytest.mark.parametrize("context_len", [1000, 8000], ids=str)
-def test_memory_stays_under_the_budget(context_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def quantised(plain: LatentKV) -> LatentKV:
+    """The same rows as int8 codes."""
+    shape = (*plain.cache.shape[:2], 1, WIDTH)
+    codes, scales = empty_store("int8", shape, plain.dtype, plain.device)
+    assert scales is not None
+    options: Any = {"cache_scales": scales[:, :, 0], "query_dtype": plain.dtype}
+    keys = LatentKV(codes[:, :, 0], plain.page_table, plain.seq_lens, RANK, **options)
+    slots = torch.arange(plain.num_pages * PAGE)
+    append_kv(keys, plain.cache.flatten(0, 1), None, slots)
+    return keys
+
+
+@pytest.mark.parametrize(
+    ("context_len", "budget", "is_cut"),
+    [(1000, 2, False), (1000, 0.5, True), (8000, 8, False), (8000, 1, True)],
+    ids=str,
+)
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "int8"])
+def test_memory_stays_under_the_budget(
+    context_len: int,
+    budget: float,
+    is_cut: bool,
+    is_plain: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Beside the result, and beside what attention itself uses, at any length of the context."""
-    q_lens, context_lens, budget = [900, 300], [context_len, 77], 1
+    q_lens, context_lens = [900, 300], [context_len, 77]
     up = random_up()
     q, rows, keys = random_prompt(q_lens, context_lens)
+    keys = keys if is_plain else quantised(keys)
     live = LiveBytes()
-    pieces: list[int] = []
+    calls: list[int] = []
+    merges: list[int] = []
 
     def without_its_own(q: torch.Tensor, source: Any, **options: Any) -> AttentionState:
-        pieces.append(len(source.k))
+        calls.append(source.num_kv_heads * len(source.k))
         with _disable_current_modes():
-            out, lse = attend(q, source, **options)
-        return AttentionState(out + 0, lse + 0)
+            return attend(q, source, **options)
 
     def merged_uncounted(*states: AttentionState, out: AttentionState) -> None:
+        merges.append(len(states))
         with _disable_current_modes():
             merge(*states, out=out)
 
@@ -168,49 +195,98 @@ def test_memory_stays_under_the_budget(context_len: int, monkeypatch: pytest.Mon
         )
     result = state.out.nbytes + state.lse.nbytes
     assert budget * MIB / 2 < live.peak - result <= budget * MIB
-    assert max(pieces) * up.bytes_per_key(WIDTH) <= budget * MIB
-    assert sum(pieces) >= sum(q_lens) + sum(context_lens)
+    assert sum(calls) >= HEADS * (sum(q_lens) + sum(context_lens))
+    assert bool(merges) == is_cut
+    assert len(calls) > 1
 
 
 @pytest.mark.gpu
-def test_memory_stays_under_the_budget_on_a_gpu() -> None:
+@pytest.mark.parametrize(
+    ("num_heads", "num_tokens", "budget"),
+    [(16, 300, 64), (16, 8192, 64), (128, 2048, 256), (128, 8192, 256)],
+    ids=str,
+)
+def test_memory_stays_under_the_budget_on_a_gpu(
+    num_heads: int, num_tokens: int, budget: int
+) -> None:
+    """With all that attention itself uses."""
     torch.manual_seed(0)
-    heads, nope, rotary, value, rank, budget = 16, 128, 64, 128, 512, 256
-    weight = torch.randn(heads, nope + value, rank, device="cuda") / rank**0.5
-    up = UpProjection(weight.bfloat16(), nope)
-    q = torch.randn(2048, heads, nope + rotary, device="cuda").bfloat16()
-    rows = torch.randn(2048, rank + rotary, device="cuda").bfloat16()
-    peaks: list[int] = []
-    for context_len in (32768, 131072):
-        num_pages = context_len // 64
-        cache = torch.randn(num_pages, 64, rank + rotary, device="cuda").bfloat16()
-        table = torch.arange(num_pages, dtype=torch.int32, device="cuda")[None]
+    nope, rotary, value, rank = 128, 64, 128, 512
+    options: Any = {"device": "cuda", "dtype": torch.bfloat16}
+    up = UpProjection(torch.randn(num_heads, nope + value, rank, **options) / rank**0.5, nope)
+    q = torch.randn(num_tokens, num_heads, nope + rotary, **options)
+    rows = torch.randn(num_tokens, rank + rotary, **options)
+    for context_len in (32768, 100000):
+        num_pages = -(-context_len // 64)
+        cache = torch.randn(num_pages, 64, rank + rotary, **options)
+        table = torch.randperm(num_pages, device="cuda").int()[None]
         seq_lens = torch.tensor([context_len], dtype=torch.int32, device="cuda")
         keys = LatentKV(cache, table, seq_lens, head_dim_v=rank)
-        lens: Any = {"q_lens": [2048], "context_lens": [context_len], "scale": 192**-0.5}
+        lens: Any = {"q_lens": [num_tokens], "context_lens": [context_len], "scale": 192**-0.5}
         attend_latent_prompt(q, rows, keys, up, **lens, max_workspace_mib=budget)
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         state = attend_latent_prompt(q, rows, keys, up, **lens, max_workspace_mib=budget)
         result = state.out.nbytes + state.lse.nbytes
-        peaks.append(torch.cuda.max_memory_allocated() - before - result)
-    assert peaks[1] <= peaks[0] + MIB, "memory grows with the context"
-    assert peaks[0] <= (budget + 32) * MIB, "more than the budget and plans of attend()"
+        assert torch.cuda.max_memory_allocated() - before - result <= budget * MIB
+        del state
+
+
+@pytest.mark.parametrize("num_heads", [16, 40, 128])
+@pytest.mark.parametrize(
+    ("q_lens", "context_lens"),
+    [
+        ([2048], [32768]),
+        ([8192], [32768]),
+        ([2048], [131072]),
+        ([8192], [0]),
+        ([700] * 11, [0, 9000] * 5 + [40]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("budget", [64, 256, 1024])
+def test_attention_is_called_as_often_as_memory_asks(
+    num_heads: int, q_lens: list[int], context_lens: list[int], budget: int
+) -> None:
+    """Every call but a few handles as many expanded keys as the budget can hold."""
+    weight = torch.empty(num_heads, 256, 512, dtype=torch.bfloat16, device="meta")
+    up = UpProjection(weight, 128)
+    lens: Any = {"q_lens": q_lens, "context_lens": context_lens}
+    layout = make_prompt_layout(up, 576, **lens, page_size=64, max_workspace_mib=budget)
+    calls = sum(len(piece.calls) for piece in layout.pieces) * num_heads // layout.num_heads
+    expanded = (sum(q_lens) + sum(context_lens)) * num_heads * (192 + 128) * 2
+    assert calls <= 2.2 * expanded / (budget * MIB) + 1
+
+
+def test_a_layout_is_for_its_lengths() -> None:
+    up = random_up()
+    q, rows, keys = random_prompt([30], [50])
+    layout = make_prompt_layout(up, WIDTH, q_lens=[30], context_lens=[50], page_size=PAGE)
+    options: Any = {"context_lens": [50], "scale": SCALE}
+    found = attend_latent_prompt(q, rows, keys, up, q_lens=[30], **options, layout=layout)
+    wanted = attend_latent_prompt(q, rows, keys, up, q_lens=[30], **options)
+    assert torch.equal(found.out, wanted.out)
+    with pytest.raises(ValueError, match=r"layout was made for .*\(30,\).*, got .*\(29,\)"):
+        attend_latent_prompt(q, rows, keys, up, q_lens=[29], **options, layout=layout)
 
 
 def test_a_budget_too_small_for_a_piece_is_refused() -> None:
     up = UpProjection(torch.empty(128, 256, 512, device="meta"), 128)
-    with pytest.raises(
-        ValueError, match=r"max_workspace_mib 16 is too small .* 128 keys, .* 37\.7"
-    ):
-        size_workspace(up, 576, 16)
-    assert min(size_workspace(up, 576, 39)) >= MIN_PIECE
+    message = f"max_workspace_mib 0.5 is too small for one head of {MIN_PIECE} keys, which needs"
+    with pytest.raises(ValueError, match=message) as error:
+        check_workspace(up, 576, 0.5)
+    needed = 1.005 * float(str(error.value).split()[-1])  # it is written in three digits
+    check_workspace(up, 576, needed)
+    lens: Any = {"q_lens": [5000], "context_lens": [5000], "page_size": 64}
+    assert make_prompt_layout(up, 576, **lens, max_workspace_mib=needed).num_heads == 1
+    with pytest.raises(ValueError, match=message):
+        make_prompt_layout(up, 576, **lens, max_workspace_mib=0.5)
 
 
 @pytest.mark.parametrize(
     ("message", "change"),
     [
-        ("need q .num_tokens, 4, 24.*got .30, 4, 23", {"q": torch.randn(30, HEADS, 23)}),
+        ("need q .num_tokens, 8, 24.*got .30, 8, 23", {"q": torch.randn(30, HEADS, 23)}),
         ("rows has num_tokens = 29", {"rows": torch.randn(29, WIDTH)}),
         ("head_dim_k = 40, but rows has head_dim_k = 39", {"rows": torch.randn(30, WIDTH - 1)}),
         ("q_lens sum up to 31", {"q_lens": [31]}),
@@ -231,18 +307,7 @@ def test_what_does_not_fit_is_refused(message: str, change: dict[str, Any]) -> N
 def test_rows_in_a_quantised_cache_are_decoded() -> None:
     torch.manual_seed(0)
     q, rows, plain = random_prompt([40], [200])
-    codes, scales = empty_store("int8", (*plain.cache.shape[:2], 1, WIDTH), q.dtype, q.device)
-    assert scales is not None
-    keys = LatentKV(
-        codes[:, :, 0],
-        plain.page_table,
-        plain.seq_lens,
-        head_dim_v=RANK,
-        cache_scales=scales[:, :, 0],
-        query_dtype=q.dtype,
-    )
-    slots = torch.arange(plain.num_pages * PAGE)
-    append_kv(keys, plain.cache.flatten(0, 1), None, slots)
+    keys = quantised(plain)
     options: Any = {"q_lens": [40], "context_lens": [200], "scale": SCALE}
     up = random_up()
     found, wanted = (attend_latent_prompt(q, rows, x, up, **options) for x in (keys, plain))

@@ -26,6 +26,8 @@ LAYERS = [
         "prefix_order",
         "up_projection",
         "latent_prompt",
+        "prompt_pieces",
+        "prompt_workspace",
         "page_choice",
     },
     {""},  # the package itself, `from anabranch import merge`

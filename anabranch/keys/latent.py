@@ -128,10 +128,15 @@ class LatentKV(PagedSource):
         k = rows_of(*self.stores()).read(pages, rows, dtype)
         return k, k[..., : self.head_dim_v]
 
-    def read_rows(self, seqs: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """A copy of the rows at some positions of some sequences, [num_rows, head_dim_k]."""
-        pages = self.page_table[seqs, positions // self.page_size].long()
-        return self.read_slots(pages * self.page_size + positions % self.page_size)
+    def read_pages(self, seq: int, pages: slice, out: torch.Tensor) -> None:
+        """Copy some pages of a sequence, decoded, to `out` [num_pages * page_size, head_dim_k]."""
+        numbers = self.page_table[seq, pages].long()
+        if self.cache_scales is None:
+            rows = out.view(len(numbers), self.page_size, self.head_dim_k)
+            torch.index_select(self.cache, 0, numbers, out=rows)
+        else:
+            inner = torch.arange(self.page_size, device=self.device)
+            out.copy_(self.read_slots((numbers[:, None] * self.page_size + inner).flatten()))
 
     def read_slots(self, slots: torch.Tensor) -> torch.Tensor:
         """A copy of the rows in some slots, [num_rows, head_dim_k], in the dtype of queries."""

@@ -17,7 +17,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
-from anabranch.latent_prompt import size_workspace
+from anabranch.prompt_workspace import check_workspace
 from anabranch.up_projection import UpProjection
 
 
@@ -46,7 +46,7 @@ class LatentAttention(nn.Module):
         weight = weight.view(-1, layer.qk_nope_head_dim + layer.v_head_dim, layer.kv_lora_rank)
         self.up_weight = nn.Parameter(weight, requires_grad=False)
         self.max_workspace_mib = max_workspace_mib
-        size_workspace(self.up_projection, self._rank + self._dims[1], max_workspace_mib)
+        check_workspace(self.up_projection, self._rank + self._dims[1], max_workspace_mib)
 
     def forward(
         self,

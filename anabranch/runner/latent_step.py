@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from anabranch.append import append_kv
 from anabranch.keys import LatentKV, RaggedKV
-from anabranch.latent_prompt import MIB, attend_latent_prompt
+from anabranch.latent_prompt import attend_latent_prompt
 from anabranch.merge import merge
+from anabranch.prompt_pieces import make_prompt_layout
+from anabranch.prompt_workspace import MIB
 from anabranch.runner.entry import Entry
 from anabranch.runner.host_lens import HostLens
 from anabranch.runner.kv_cache import LayerCache
@@ -83,7 +85,7 @@ class LatentCall(NamedTuple):
             return step.attend_entry(self.q, place, keys, rules)
         keys = self.cache.latent_keys(entry.page_table, entry.seq_lens)
         if lens is not None and self._is_long(lens):
-            return self._expanded(entry, keys, lens)
+            return self._expanded(place, keys, lens)
         out, lse = step.attend_entry(up.absorb(self.q[:num_tokens]), place, keys, rules)
         return AttentionState(up.values(out), lse)
 
@@ -103,14 +105,16 @@ class LatentCall(NamedTuple):
         keys = self.cache.latent_keys(entry.page_table, entry.seq_lens)
         return keys.read_slots(self.step.slot_mapping[entry.tokens].clamp(min=0))
 
-    def _expanded(self, entry: Entry, keys: LatentKV, lens: HostLens) -> AttentionState:
+    def _expanded(self, place: int, keys: LatentKV, lens: HostLens) -> AttentionState:
+        """By groups of heads and pieces of keys, whose layout the layers of a step share."""
+        entry, up, width = self.step.entries[place], self.up, self.rows.shape[1]
+        options: Any = {**lens._asdict(), "max_workspace_mib": self.max_workspace_mib}
+        kind = (place, up.weight.shape, width, self.max_workspace_mib)
+        layout = self.step.prompts.get(kind)
+        if layout is None:
+            layout = make_prompt_layout(up, width, page_size=keys.page_size, **options)
+            self.step.prompts[kind] = layout
+        options |= {"scale": self.scale, "layout": layout}
         return attend_latent_prompt(
-            self.q[entry.tokens],
-            self._kept_rows(entry),
-            keys,
-            self.up,
-            q_lens=lens.q_lens,
-            context_lens=lens.context_lens,
-            scale=self.scale,
-            max_workspace_mib=self.max_workspace_mib,
+            self.q[entry.tokens], self._kept_rows(entry), keys, up, **options
         )

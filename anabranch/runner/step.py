@@ -21,6 +21,7 @@ from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
 from anabranch.keys import KeySource, PagedKV
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
+from anabranch.prompt_pieces import PromptLayout
 from anabranch.runner.entry import Entry
 from anabranch.runner.host_lens import HostLens
 from anabranch.runner.kv_cache import LayerCache
@@ -64,6 +65,9 @@ class Step:
     _in_place: dict[tuple[object, ...], bool] = field(
         default_factory=dict[tuple[object, ...], bool]
     )
+    prompts: dict[tuple[object, ...], PromptLayout] = field(
+        default_factory=dict[tuple[object, ...], PromptLayout]
+    )  # of latent keys, by entry and shapes
     host_lens: HostLens | None = None  # of all sequences; None in a graph, where they change
 
     def __post_init__(self) -> None:
