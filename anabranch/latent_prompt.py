@@ -65,7 +65,7 @@ def attend_latent_prompt(
     else:
         layout.check(PromptLens(tuple(q_lens), tuple(context_lens)), q.shape[1])
     out = q.new_empty(*q.shape[:2], up.head_dim_v)
-    state = AttentionState(out, torch.empty(q.shape[:2], device=q.device))
+    state = AttentionState(out, out.new_empty(q.shape[:2], dtype=torch.float32))
     if sum(q_lens) < len(q):
         out[sum(q_lens) :] = 0
         state.lse[sum(q_lens) :] = -torch.inf
@@ -170,4 +170,4 @@ def _attend_piece(
 
 
 def _new_state(like: AttentionState) -> AttentionState:
-    return AttentionState(*(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in like))
+    return AttentionState(*(x.new_empty(x.shape) for x in like))

@@ -11,16 +11,14 @@ from anabranch.up_projection import UpProjection
 
 MIB = 1 << 20
 MIN_PIECE = 128  # keys and queries: smaller products would waste a GPU
-MIN_HEADS = (
-    4  # expanded at once where that fits: 16 bytes of lse, so that kernels see one alignment
-)
+MIN_HEADS = 4  # where they fit: kernels are compiled once if groups begin 16 bytes apart in lse
 UNBOUNDED = 1 << 40  # tokens: more than any budget holds
 STATE_SHARE = 4  # at most a quarter of the budget is for the state of a piece
 INDEX_SHARE = 256  # of the budget, for where the sequences of every piece begin
 SEQ_BYTES = 64  # the same for each sequence
 BLOCK_ROWS = 128  # query rows that one program of attend() handles
 PARTS_PRICE = 1.6  # of a call that cuts blocks, whose parts are written in float32 and merged
-ALLOCATOR_BYTES = 3 * MIB  # torch leaves up to 1 MiB unused after each of three large tensors
+ALLOCATOR_BYTES = 4 * MIB  # torch leaves up to 1 MiB unused after each of four large tensors
 
 
 class PromptLens(NamedTuple):
@@ -80,7 +78,7 @@ def _fit(
     a_key, a_query = up.bytes_per_key(width, heads), _bytes_per_query(up, heads)
     for with_parts in (False, True):
         room = int(max_workspace_mib * MIB * (1 - 1 / INDEX_SHARE)) - SEQ_BYTES * len(lens.q_lens)
-        room -= _fixed_bytes(up, width, page_size, with_parts=with_parts)
+        room -= _fixed_bytes(up, width, heads, page_size, with_parts=with_parts)
         num_keys, num_queries = room // a_key, most_queries
         if num_keys < longest:
             num_queries = balanced_share(most_queries, max(room // STATE_SHARE // a_query, 1))
@@ -92,7 +90,9 @@ def _fit(
     return None
 
 
-def _fixed_bytes(up: UpProjection, width: int, page_size: int, *, with_parts: bool) -> int:
+def _fixed_bytes(
+    up: UpProjection, width: int, heads: int, page_size: int, *, with_parts: bool
+) -> int:
     """What does not depend on the keys: rows around a piece, and what attend() takes itself.
 
     On a GPU, the blocks that attend() cuts leave two parts for each processor, in float32.
@@ -100,12 +100,12 @@ def _fixed_bytes(up: UpProjection, width: int, page_size: int, *, with_parts: bo
     device, fixed = up.weight.device, 2 * page_size * width * up.weight.element_size()
     if device.type != "cuda":
         return fixed
-    parts = 2 * num_sms(device) * BLOCK_ROWS * (up.head_dim_v + 2) * 4
+    parts = 2 * max(num_sms(device), heads) * BLOCK_ROWS * (up.head_dim_v + 2) * 4
     return fixed + ALLOCATOR_BYTES + (parts if with_parts else 0)
 
 
 def _may_cut_blocks(space: Workspace, lens: PromptLens, weight: torch.Tensor) -> bool:
-    """Whether attend() may cut blocks: not Hopper's kernel, where those of one sequence fill it."""
+    """Whether attend() may cut blocks; Hopper's kernel does not where one sequence fills the GPU."""
     if weight.device.type != "cuda":
         return False
     is_hopper = capability(weight.device)[0] == 9 and weight.element_size() == 2
@@ -146,7 +146,7 @@ def _too_small(
 ) -> ValueError:
     a_key, a_query = up.bytes_per_key(width, 1), _bytes_per_query(up, 1)
     piece = MIN_PIECE * STATE_SHARE * max(a_key / (STATE_SHARE - 1), a_query)
-    need = SEQ_BYTES + piece + _fixed_bytes(up, width, page_size, with_parts=True)
+    need = SEQ_BYTES + piece + _fixed_bytes(up, width, 1, page_size, with_parts=True)
     need /= MIB * (1 - 1 / INDEX_SHARE)
     return ValueError(
         f"max_workspace_mib {max_workspace_mib} is too small for one head of {MIN_PIECE} keys, "
