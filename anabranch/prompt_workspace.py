@@ -105,7 +105,7 @@ def _fixed_bytes(
 
 
 def _may_cut_blocks(space: Workspace, lens: PromptLens, weight: torch.Tensor) -> bool:
-    """Whether attend() may cut blocks; Hopper's kernel does not where one sequence fills the GPU."""
+    """Whether attend() may cut blocks; on Hopper not those of one sequence that fill the GPU."""
     if weight.device.type != "cuda":
         return False
     is_hopper = capability(weight.device)[0] == 9 and weight.element_size() == 2

@@ -30,36 +30,31 @@ WIDTH = RANK + ROTARY
 SCALE = 0.3
 
 
-def random_up(dtype: torch.dtype = torch.float32, device: str = "cpu") -> UpProjection:
-    weight = torch.randn(HEADS, NOPE + VALUE, RANK, dtype=torch.float32) / RANK**0.5
-    return UpProjection(weight.to(device, dtype), NOPE)
+def random_up(num_heads: int = HEADS) -> UpProjection:
+    return UpProjection(torch.randn(num_heads, NOPE + VALUE, RANK) / RANK**0.5, NOPE)
 
 
 def random_prompt(
-    q_lens: list[int],
-    context_lens: list[int],
-    dtype: torch.dtype = torch.float32,
-    device: str = "cpu",
+    q_lens: list[int], context_lens: list[int], num_heads: int = HEADS
 ) -> tuple[torch.Tensor, torch.Tensor, LatentKV]:
     """Queries, their rows, and pages in disorder that hold the contexts and these rows."""
     num_tokens = sum(q_lens)
     lens = [q + context for q, context in zip(q_lens, context_lens, strict=True)]
     counts = [-(-length // PAGE) for length in lens]
-    pages = torch.randperm(sum(counts), device="cpu").int().split(counts)
+    pages = torch.randperm(sum(counts)).int().split(counts)
     table = torch.zeros(len(lens), max(counts, default=1), dtype=torch.int32)
     for row, mine in zip(table, pages, strict=True):
         row[: len(mine)] = mine
     cache = torch.randn(sum(counts), PAGE, WIDTH)
-    q = torch.randn(num_tokens, HEADS, NOPE + ROTARY).to(device, dtype)
-    rows = torch.randn(num_tokens, WIDTH).to(device, dtype)
-    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    keys = LatentKV(cache.to(device, dtype), table.to(device), seq_lens, head_dim_v=RANK)
+    q = torch.randn(num_tokens, num_heads, NOPE + ROTARY)
+    rows = torch.randn(num_tokens, WIDTH)
+    keys = LatentKV(cache, table, torch.tensor(lens, dtype=torch.int32), head_dim_v=RANK)
     places = [
         int(table[seq, p // PAGE]) * PAGE + p % PAGE
         for seq, (length, context) in enumerate(zip(lens, context_lens, strict=True))
         for p in range(context, length)
     ]
-    append_kv(keys, rows, None, torch.tensor(places, dtype=torch.int64, device=device))
+    append_kv(keys, rows, None, torch.tensor(places, dtype=torch.int64))
     return q, rows, keys
 
 
@@ -155,12 +150,19 @@ def quantised(plain: LatentKV) -> LatentKV:
 
 
 @pytest.mark.parametrize(
-    ("context_len", "budget", "is_cut"),
-    [(1000, 2, False), (1000, 0.5, True), (8000, 8, False), (8000, 1, True)],
+    ("num_heads", "context_len", "budget", "is_cut"),
+    [
+        (8, 1000, 2, False),
+        (8, 1000, 0.5, True),
+        (8, 8000, 8, False),
+        (8, 8000, 1, True),
+        (2, 8000, 3.9, False),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "int8"])
 def test_memory_stays_under_the_budget(
+    num_heads: int,
     context_len: int,
     budget: float,
     is_cut: bool,
@@ -169,8 +171,8 @@ def test_memory_stays_under_the_budget(
 ) -> None:
     """Beside the result, and beside what attention itself uses, at any length of the context."""
     q_lens, context_lens = [900, 300], [context_len, 77]
-    up = random_up()
-    q, rows, keys = random_prompt(q_lens, context_lens)
+    up = random_up(num_heads)
+    q, rows, keys = random_prompt(q_lens, context_lens, num_heads)
     keys = keys if is_plain else quantised(keys)
     live = LiveBytes()
     calls: list[int] = []
@@ -195,7 +197,7 @@ def test_memory_stays_under_the_budget(
         )
     result = state.out.nbytes + state.lse.nbytes
     assert budget * MIB / 2 < live.peak - result <= budget * MIB
-    assert sum(calls) >= HEADS * (sum(q_lens) + sum(context_lens))
+    assert sum(calls) >= num_heads * (sum(q_lens) + sum(context_lens))
     assert bool(merges) == is_cut
     assert len(calls) > 1
 
