@@ -101,13 +101,13 @@ def test_every_form_of_attention_gives_the_same_logits(
     attend_prompt, state = latent_step.attend_latent_prompt, latent_step.Step.attend_entry
 
     def counted(*args: Any, **options: Any) -> Any:
-        calls["context"] += any(options["context_lens"])
         if "layout" in options:  # within a step
+            calls["context" if any(options["context_lens"]) else "fresh"] += 1
             layouts.append(options["layout"])
         return attend_prompt(*args, **options)
 
     def counted_state(step: Any, q: torch.Tensor, place: int, keys: Any, rules: Any) -> Any:
-        calls["absorbed" if keys.kind == "latent" else "fresh"] += 1
+        calls["absorbed"] += keys.kind == "latent"
         return state(step, q, place, keys, rules)
 
     monkeypatch.setattr(latent_step, "attend_latent_prompt", counted)

@@ -12,7 +12,6 @@ from anabranch.keys import LatentKV, RaggedKV
 from anabranch.latent_prompt import attend_latent_prompt
 from anabranch.merge import merge
 from anabranch.prompt_pieces import make_prompt_layout
-from anabranch.prompt_workspace import MIB
 from anabranch.runner.entry import Entry
 from anabranch.runner.host_lens import HostLens
 from anabranch.runner.kv_cache import LayerCache
@@ -79,20 +78,15 @@ class LatentCall(NamedTuple):
         lens = None
         if step.host_lens is not None and alone and entry.causal and entry.tree_mask is None:
             lens = step.host_lens.within(entry.tokens)
-        if entry.is_fresh and (lens is None or self._fits(entry.tokens)):
+        if entry.is_fresh and lens is None:
             rows = self._kept_rows(entry)
             keys = RaggedKV(*up.expand(rows), entry.cu_seqlens_q)
             return step.attend_entry(self.q, place, keys, rules)
         keys = self.cache.latent_keys(entry.page_table, entry.seq_lens)
-        if lens is not None and self._is_long(lens):
+        if lens is not None and (entry.is_fresh or self._is_long(lens)):
             return self._expanded(place, keys, lens)
         out, lse = step.attend_entry(up.absorb(self.q[:num_tokens]), place, keys, rules)
         return AttentionState(up.values(out), lse)
-
-    def _fits(self, tokens: slice) -> bool:
-        """Whether these rows may be expanded at once."""
-        needed = (tokens.stop - tokens.start) * self.up.bytes_per_key(self.rows.shape[1])
-        return needed <= self.max_workspace_mib * MIB
 
     def _is_long(self, lens: HostLens) -> bool:
         average = sum(lens.q_lens) / len(lens.q_lens)
