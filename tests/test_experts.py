@@ -69,14 +69,16 @@ def test_no_tokens() -> None:
     assert mix_experts(*operands(0, 2, torch.float16)).shape == (0, K)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 1024, 2500])
+@pytest.mark.parametrize("num_rows", [1, 16, 1024, 2500, 9000])
 def test_order_is_stable(num_rows: int) -> None:
     experts = torch.randint(0, 7, (num_rows,), device=DEVICE)
     order = torch.full((num_rows,), -1, dtype=torch.int32, device=DEVICE)
     starts = torch.full((9,), -1, dtype=torch.int32, device=DEVICE)
-    order_experts(experts, order, starts)
+    counters = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
+    order_experts(experts, order, starts, counters)
     assert torch.equal(order.long(), experts.argsort(stable=True))
     assert starts.tolist() == [int((experts < e).sum()) for e in range(9)]
+    assert counters.tolist() == [0, 0]
 
 
 def test_tiles_grow_with_rows_and_fit() -> None:
