@@ -67,7 +67,11 @@ def _launch(
 ) -> None:
     num_rows, (num_experts, _, k), n = order.shape[0], w.shape, y.shape[1]
     c = expert_constants(
-        tiles, num_experts=num_experts, top_k=top_k, gated=weights is None, even=not k % tiles.block_k
+        tiles,
+        num_experts=num_experts,
+        top_k=top_k,
+        gated=weights is None,
+        even=not k % tiles.block_k,
     )
     bound = num_rows // BLOCK_M + min(num_rows, num_experts)
     expert_rows_kernel[min(num_programs, bound * triton.cdiv(n, c.columns)),](

@@ -35,7 +35,7 @@ def order_experts(
         counters,
         experts.shape[0],
         BLOCK=block,
-        num_warps=4 if block <= FEW_ROWS else 16,
+        num_warps=4 if block <= FEW_ROWS else 8,
     )
 
 
