@@ -90,10 +90,9 @@ def _mix(
     if tiles is not None and _takes_boxes(x, gate_up, down):
         from anabranch.kernels.gluon import expert_kernel as hopper
 
-        gate_counter, down_counter = counters.split(1)
         given = tiles, num_sms(x.device)
-        hopper.gate_experts(x, gate_up, order, starts, gate_counter, inner, *given)
-        hopper.project_experts(inner, down, order, starts, down_counter, weights, outer, *given)
+        hopper.gate_experts(x, gate_up, order, starts, counters[:1], inner, *given)
+        hopper.project_experts(inner, down, order, starts, counters[1:], weights, outer, *given)
     else:
         from anabranch.kernels.triton.expert_product import gate_experts, project_experts
 

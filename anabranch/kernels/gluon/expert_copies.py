@@ -92,18 +92,19 @@ def row_pointers(x_ptr, x_stride, order_ptr, start, stop, C: gl.constexpr):
 
 
 @gluon.jit
-def gather_rows(pointers, x, full, slot, step, k, C: gl.constexpr):
-    """One stage of the rows of both consumers, from the tokens they belong to."""
+def gather_rows(pointers, x, full, slot, num_rows, step, k, C: gl.constexpr):
+    """One stage of the rows of each consumer that has any, from the tokens they belong to."""
     layout: gl.constexpr = gl.SliceLayout(0, pointers[0].type.layout)
     octets = step * C.block_k // 8 + gl.arange(0, C.block_k, layout) // 8
     inside = (octets < k // 8)[None, :]  # 8 columns together, since they divide k
     for wg in gl.static_range(2):
         buffer = x.index(2 * slot + wg)
         source = pointers[wg] + step * C.block_k
-        if C.even:
-            async_copy.async_copy_global_to_shared(buffer, source)
-        else:
-            async_copy.async_copy_global_to_shared(buffer, source, mask=inside)
+        if num_rows > wg * 64:
+            if C.even:
+                async_copy.async_copy_global_to_shared(buffer, source)
+            else:
+                async_copy.async_copy_global_to_shared(buffer, source, mask=inside)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -145,7 +146,7 @@ def produce_tiles(operands, source, n, k, num_experts, C: gl.constexpr):
             mbarrier.expect(bar, C.box_bytes)
             copy_weights(w_desc, w.index(slot), bar, expert, column, n, step, C)
             if C.gathers:
-                gather_rows(pointers, x, bar, slot, step, k, C)
+                gather_rows(pointers, x, bar, slot, stop - start, step, k, C)
             else:
                 copy_rows(x_desc, x, bar, slot, start, stop, step, C)
             done += 1
