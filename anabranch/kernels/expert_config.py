@@ -94,13 +94,8 @@ class ExpertConstants:
 
     @property
     def columns(self) -> int:
-        """Outputs of a tile: a gate and an up make one."""
+        """Outputs of a tile, and rows of a box of weights: a gate and an up make one output."""
         return self.block_n // 2 if self.gated else self.block_n
-
-    @property
-    def weight_rows(self) -> int:
-        """Rows of a box of weights."""
-        return self.columns
 
     @property
     def box_bytes(self) -> int:

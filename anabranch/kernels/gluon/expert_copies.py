@@ -128,17 +128,17 @@ def produce_tiles(operands, source, n, k, num_experts, C: gl.constexpr):
     x, w, full, queue = operands
     x_desc, x_ptr, x_stride, w_desc, order_ptr, starts_ptr, counter_ptr = source
     num_columns = (n + C.columns - 1) // C.columns
+    num_steps = (k + C.block_k - 1) // C.block_k
     done = 0  # stages copied
     count = 0  # tiles
-    expert, start, stop, column = take_tile(
-        gl.program_id(0), starts_ptr, num_experts, num_columns, C
-    )
-    while start < stop:
+    tile = take_tile(gl.program_id(0), starts_ptr, num_experts, num_columns, C)
+    while tile[1] < tile[2]:
+        expert, start, stop, column = tile
         publish_tile(queue, start, stop, column, count, C)
         ticket = gl.atomic_add(counter_ptr, 1, sem="relaxed") + gl.num_programs(0)
         if C.gathers:
             pointers = row_pointers(x_ptr, x_stride, order_ptr, start, stop, C)
-        for step in range(0, (k + C.block_k - 1) // C.block_k):
+        for step in range(0, num_steps):
             slot = done % C.stages
             if done >= C.stages:
                 bar_sync(TILE_FREE + slot, C.threads)
@@ -150,6 +150,7 @@ def produce_tiles(operands, source, n, k, num_experts, C: gl.constexpr):
             else:
                 copy_rows(x_desc, x, bar, slot, start, stop, step, C)
             done += 1
+            if step == num_steps // 2:  # the stages ahead hide that it takes a microsecond
+                tile = take_tile(ticket, starts_ptr, num_experts, num_columns, C)
         count += 1
-        expert, start, stop, column = take_tile(ticket, starts_ptr, num_experts, num_columns, C)
     publish_tile(queue, 0, 0, 0, count, C)

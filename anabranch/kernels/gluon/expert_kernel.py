@@ -78,7 +78,7 @@ def _launch(
         None if c.gathers else _boxes(x, 64, c),
         x if c.gathers else None,
         x.stride(0) // 8,
-        _boxes(w.view(-1, k), c.weight_rows, c),
+        _boxes(w.view(-1, k), c.columns, c),
         order,
         starts,
         counter,
