@@ -24,6 +24,7 @@ import torch
 from configurations import every_attend_config
 from hot_loop import (
     loops_join_no_halves,
+    loops_overlap_products,
     loops_stay_in_registers,
     serialised,
     waits_after_exponentials,
@@ -36,8 +37,10 @@ from anabranch.kernels.expert_config import (
     ExpertConfig,
     every_expert_config,
     fit_experts,
+    select_expert_tiles,
     select_experts,
 )
+from anabranch.kernels.gluon import expert_kernel as hopper_experts
 from anabranch.kernels.gluon.config import hopper_constants, pack_of, select_tiles
 from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
 from anabranch.kernels.gluon.latent_kernel import attend_latent
@@ -54,6 +57,7 @@ from anabranch.kernels.triton.constants import AttendProgram, attend_program
 from anabranch.kernels.triton.draft_tree import make_draft_tree
 from anabranch.kernels.triton.expert_order import order_experts
 from anabranch.kernels.triton.expert_product import gate_experts, project_experts
+from anabranch.kernels.triton.expert_sum import sum_experts
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.merge_parts import merge_parts
@@ -517,8 +521,35 @@ def merge_cases(_: int) -> Iterator[Case]:
 
 def expert_order_cases(_: int) -> Iterator[Case]:
     """As many rows as are looked at once, and more."""
-    given = torch.empty(49152, dtype=torch.int64, device="meta"), ints(49152), ints(65)
-    yield "rows", partial(order_experts, *given)
+    for num_rows in (384, 49152):
+        experts = torch.empty(num_rows, dtype=torch.int64, device="meta")
+        yield f"{num_rows} rows", partial(order_experts, experts, ints(num_rows), ints(65), ints(2))
+
+
+def expert_sum_cases(_: int) -> Iterator[Case]:
+    """A width that blocks divide, and one that they do not."""
+    for n in (2048, 904):
+        yield f"{n}", partial(sum_experts, meta(384, n, dtype=BRAIN), meta(64, n, dtype=BRAIN))
+
+
+def hopper_expert_cases(_: int) -> Iterator[Case]:
+    """A product of DeepSeek-V2-Lite and one of V3, and widths of no tile."""
+
+    def launch(n: int, k: int, num_experts: int, dtype: torch.dtype, gated: bool) -> None:
+        tiles = select_expert_tiles(49152, num_experts)
+        assert tiles is not None
+        w, y = meta(num_experts, 2 * n if gated else n, k, dtype=dtype), meta(49152, n, dtype=dtype)
+        routed = ints(49152), ints(num_experts + 1), ints(1)
+        if gated:
+            given = meta(8192, k, dtype=dtype), w, *routed, y
+            hopper_experts.gate_experts(*given, tiles, 132)
+        else:
+            given = meta(49152, k, dtype=dtype), w, *routed, meta(49152), y
+            hopper_experts.project_experts(*given, tiles, 132)
+
+    yield "gated", partial(launch, 1408, 2048, 64, BRAIN, True)
+    yield "256 experts, weighted", partial(launch, 7168, 2048, 256, BRAIN, False)
+    yield "odd widths, gated", partial(launch, 1000, 904, 5, HALF, True)
 
 
 def expert_product_cases(shared_memory: int) -> Iterator[Case]:
@@ -544,6 +575,7 @@ def expert_product_cases(shared_memory: int) -> Iterator[Case]:
 TRITON = "anabranch.kernels.triton"
 GLUON = "anabranch.kernels.gluon"
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
+    f"{GLUON}.expert_kernel": hopper_expert_cases,
     f"{GLUON}.kernel": gluon_cases,
     f"{GLUON}.latent_kernel": latent_cases,
     f"{GLUON}.order": order_cases,
@@ -554,6 +586,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{TRITON}.draft_tree": draft_tree_cases,
     f"{TRITON}.expert_order": expert_order_cases,
     f"{TRITON}.expert_product": expert_product_cases,
+    f"{TRITON}.expert_sum": expert_sum_cases,
     f"{TRITON}.list_pages": list_pages_cases,
     f"{TRITON}.merge": merge_cases,
     f"{TRITON}.merge_parts": merge_parts_cases,
@@ -566,6 +599,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
 LOOPS = {
     "attend_kernel": (waits_after_exponentials, loops_join_no_halves),
     "attend_latent_kernel": (loops_stay_in_registers,),
+    "expert_rows_kernel": (loops_stay_in_registers, loops_overlap_products),
 }
 
 

@@ -32,15 +32,25 @@ def waits_after_exponentials(cubin: bytes) -> bool:
 
 def loops_stay_in_registers(cubin: bytes) -> bool:
     """Whether both loops that multiply matrices, one for each consumer, touch no local memory."""
-    loops = sorted(
-        (
-            body
-            for body in _loops(_disassembled(cubin))
-            if sum("HGMMA" in line for line in body) > 1
-        ),
-        key=len,
+    loops = _product_loops(cubin)
+    return not any(re.search(r"\b(LDL|STL)\b", line) for body in loops for line in body)
+
+
+def loops_overlap_products(cubin: bytes) -> bool:
+    """Whether both loops that multiply matrices go on while the last product is under way."""
+    waits = [
+        [found[1] for line in body if (found := re.search(r"DEPBAR.LE gsb0, (0x\d)", line))]
+        for body in _product_loops(cubin)
+    ]
+    return waits == [["0x1"], ["0x1"]]
+
+
+def _product_loops(cubin: bytes) -> list[list[str]]:
+    """The shortest two loops with matrix instructions, one for each consumer."""
+    loops = (
+        body for body in _loops(_disassembled(cubin)) if sum("HGMMA" in line for line in body) > 1
     )
-    return not any(re.search(r"\b(LDL|STL)\b", line) for body in loops[:2] for line in body)
+    return sorted(loops, key=len)[:2]
 
 
 def loops_join_no_halves(cubin: bytes) -> bool:

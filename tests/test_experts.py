@@ -6,11 +6,24 @@ from typing import Any
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from tolerance import assert_close
 from torch.nn import functional
 
-from anabranch.kernels.expert_config import every_expert_config, fit_experts, select_experts
+from anabranch.device import capability, num_sms
+from anabranch.kernels.expert_config import (
+    HOPPER_ROWS,
+    ExpertTiles,
+    every_expert_config,
+    fit_experts,
+    select_expert_tiles,
+    select_experts,
+)
+from anabranch.kernels.gluon import expert_kernel as hopper
+from anabranch.kernels.triton import expert_product as portable
 from anabranch.kernels.triton.expert_order import order_experts
+from anabranch.kernels.triton.expert_product import find_tile
 from anabranch.models import experts as module
 from anabranch.models.experts import mix_experts, use_experts
 
@@ -69,14 +82,45 @@ def test_no_tokens() -> None:
     assert mix_experts(*operands(0, 2, torch.float16)).shape == (0, K)
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 1024, 2500])
+@pytest.mark.parametrize("num_rows", [1, 16, 1024, 2500, 9000])
 def test_order_is_stable(num_rows: int) -> None:
     experts = torch.randint(0, 7, (num_rows,), device=DEVICE)
     order = torch.full((num_rows,), -1, dtype=torch.int32, device=DEVICE)
     starts = torch.full((9,), -1, dtype=torch.int32, device=DEVICE)
-    order_experts(experts, order, starts)
+    counters = torch.full((2,), -1, dtype=torch.int32, device=DEVICE)
+    order_experts(experts, order, starts, counters)
     assert torch.equal(order.long(), experts.argsort(stable=True))
     assert starts.tolist() == [int((experts < e).sum()) for e in range(9)]
+    assert counters.tolist() == [0, 0]
+
+
+@triton.jit
+def list_tiles_kernel(starts_ptr, tiles_ptr, num_experts, num_columns, EXPERTS: tl.constexpr):
+    ticket = tl.program_id(0)
+    experts = tl.arange(0, EXPERTS)
+    expert, start, stop, column = find_tile(
+        starts_ptr, ticket, experts, num_experts, num_columns, 4
+    )
+    tl.store(tiles_ptr + ticket * 4, expert)
+    tl.store(tiles_ptr + ticket * 4 + 1, start)
+    tl.store(tiles_ptr + ticket * 4 + 2, stop)
+    tl.store(tiles_ptr + ticket * 4 + 3, column)
+
+
+@pytest.mark.parametrize("num_columns", [1, 3])
+def test_tickets_name_every_tile_once(num_columns: int) -> None:
+    starts = torch.tensor([0, 0, 5, 9, 9, 10], dtype=torch.int32, device=DEVICE)
+    tiles = torch.full((4 * num_columns + 2, 4), -1, dtype=torch.int32, device=DEVICE)
+    list_tiles_kernel[(len(tiles),)](starts, tiles, 5, num_columns, EXPERTS=8)
+    rows = {1: [(0, 4), (4, 5)], 2: [(5, 9)], 4: [(9, 10)]}
+    expected = [
+        [expert, *tile, column]
+        for expert, own in rows.items()
+        for column in range(num_columns)
+        for tile in own
+    ]
+    assert tiles[: 4 * num_columns].tolist() == expected
+    assert all(start >= stop for _, start, stop, _ in tiles[4 * num_columns :].tolist())
 
 
 def test_tiles_grow_with_rows_and_fit() -> None:
@@ -110,6 +154,124 @@ def test_refuses(index: int, value: torch.Tensor, message: str) -> None:
     given[index] = value.to(DEVICE)
     with pytest.raises(ValueError, match=message):
         mix_experts(*given)
+
+
+def test_hopper_multiplies_many_rows_of_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, calls = select_experts(1000, NUM_EXPERTS), list[str]()
+
+    def gate(x: Any, w: Any, order: Any, starts: Any, counter: Any, y: Any, *_: object) -> None:
+        calls.append(f"gate {counter.tolist()}")
+        portable.gate_experts(x, w, order, starts, y, config)
+
+    def project(*given: Any) -> None:
+        x, w, order, starts, counter, weights, y, *_ = given
+        calls.append(f"project {counter.tolist()}")
+        portable.project_experts(x, w, order, starts, weights, y, config)
+
+    monkeypatch.setattr(hopper, "gate_experts", gate)
+    monkeypatch.setattr(hopper, "project_experts", project)
+    many = HOPPER_ROWS * NUM_EXPERTS // 2 + 1
+    given = operands(many, 2, torch.float16)
+    for major, taken in ((8, []), (9, ["gate [0]", "project [0]"])):
+        calls.clear()
+        monkeypatch.setattr(module, "capability", lambda _, major=major: (major, 0))
+        y = mix_experts(*given)
+        assert calls == taken
+    exact = mixed(*(x.double() if x.is_floating_point() else x for x in given))
+    assert_close(y.cpu(), exact.cpu(), mixed(*given).cpu())
+    calls.clear()
+    mix_experts(*operands(many, 2, torch.float32))
+    mix_experts(*operands(3, 2, torch.float16))
+    shifted = torch.empty(many * K + 1, dtype=torch.float16, device=DEVICE)[1:].view(many, K)
+    mix_experts(shifted.copy_(given[0]), *given[1:])
+    narrow = given[0][:, :36], *given[1:3], given[3][..., :36], given[4][:, :36]
+    mix_experts(*(x.contiguous() for x in narrow))
+    assert not calls
+
+
+IS_HOPPER = DEVICE == "cuda" and capability(torch.device("cuda"))[0] == 9
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not IS_HOPPER, reason="needs a Hopper GPU")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("num_tokens", "num_experts", "top_k", "k", "n"),
+    [
+        (1, 5, 2, 64, 64),
+        (3, 40, 3, 128, 256),  # most experts have no rows
+        (64, 2, 1, 72, 128),
+        (129, 64, 1, 136, 8),
+        (300, 5, 2, 904, 1000),
+        (1500, 7, 3, 200, 136),  # several tiles of rows and columns
+        (2000, 300, 2, 256, 264),
+    ],
+)
+def test_hopper_products(
+    num_tokens: int, num_experts: int, top_k: int, k: int, n: int, dtype: torch.dtype
+) -> None:
+    x, w, down = (
+        torch.randn(*shape, dtype=dtype, device=DEVICE) / shape[-1] ** 0.5
+        for shape in ((num_tokens, k), (num_experts, 2 * n, k), (num_experts, k, n))
+    )
+    scores = torch.rand(num_tokens, num_experts, device=DEVICE)
+    scores[:, 1] = -1  # no rows, unless there are no other experts
+    weights, experts = scores.topk(top_k)
+    num_rows = num_tokens * top_k
+    order, starts, counters = (
+        torch.empty(size, dtype=torch.int32, device=DEVICE)
+        for size in (num_rows, num_experts + 1, 2)
+    )
+    order_experts(experts.reshape(-1), order, starts, counters)
+    inner = torch.full((num_rows, n), float("nan"), dtype=dtype, device=DEVICE)
+    outer = torch.full((num_rows, k), float("nan"), dtype=dtype, device=DEVICE)
+    one, two = counters.split(1)
+    routed, programs = (order, starts), num_sms(x.device)
+    hopper.gate_experts(x, w, *routed, one, inner, ExpertTiles(), programs)
+    rows, places = order.long(), experts.reshape(-1)[order.long()]
+    halves = [
+        by_expert(x.to(kind)[rows // top_k], w.to(kind), places).chunk(2, -1)
+        for kind in (torch.float64, dtype)
+    ]
+    exact, rounded = (functional.silu(gate) * up for gate, up in halves)
+    assert_close(inner.cpu(), exact.cpu(), rounded.cpu())
+    given = inner, down, *routed, two, weights.reshape(-1), outer, ExpertTiles(), programs
+    hopper.project_experts(*given)
+    exact, rounded = (
+        by_expert(inner.to(kind), down.to(kind), places) * weights.reshape(-1, 1)[rows].to(kind)
+        for kind in (torch.float64, dtype)
+    )
+    assert_close(outer[rows].cpu(), exact.cpu(), rounded.cpu())
+
+
+def by_expert(x: torch.Tensor, w: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """Each row times the weights of its expert."""
+    y = x.new_empty(x.shape[0], w.shape[1])
+    for expert, weight in enumerate(w):
+        y[experts == expert] = functional.linear(x[experts == expert], weight)
+    return y
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_tokens", [4, 700])
+def test_graphs_route_anew(num_tokens: int) -> None:
+    given = operands(num_tokens, 2, torch.bfloat16)
+    mix_experts(*given)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = mix_experts(*given)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x, experts, weights, *_ = operands(num_tokens, 2, torch.bfloat16)
+        for own, new in zip(given, (x, experts, weights), strict=False):
+            own.copy_(new)
+        graph.replay()
+        assert torch.equal(y, mix_experts(*given))
+
+
+def test_few_rows_are_the_triton_kernels() -> None:
+    assert select_expert_tiles(HOPPER_ROWS * 64 - 1, 64) is None
+    assert select_expert_tiles(HOPPER_ROWS * 64, 64) is not None
 
 
 class Recorded:

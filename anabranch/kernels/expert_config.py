@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cache
 
+from anabranch.kernels.config import power_of_two
+
+BLOCK_M = 128  # rows of a tile of the Hopper kernel: two consumers of 64
 HOPPER_BYTES = 227 << 10  # of shared memory
+# of an expert, on average, from which the Hopper kernel is used. 64 experts of 2048 x 1408, top 6, ms
+# here and in Triton: 64 tokens 0.286 and 0.264, 256 0.289 and 0.299, 2048 0.49 and 0.75
+HOPPER_ROWS = 24
 FEW_ROWS, SOME_ROWS = 16, 64  # of an expert, on average, up to which tiles are that high
 
 
@@ -57,3 +64,68 @@ def fit_experts(config: ExpertConfig, *, itemsize: int, shared_bytes: int) -> Ex
 def every_expert_config() -> set[ExpertConfig]:
     """All that are ever selected."""
     return {select_experts(rows, 64) for rows in (6, 384, 2048, 49152)}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertTiles:
+    """How the Hopper kernel is tiled: 128 rows, `block_n` rows of weights."""
+
+    block_n: int = 256
+    block_k: int = 64
+    stages: int = 4
+    gathers: bool = True  # rows of the first product by token, without a copy in order
+
+
+def select_expert_tiles(num_rows: int, num_experts: int) -> ExpertTiles | None:
+    """Tiles of the Hopper kernel; None where rows are so few that the Triton kernel is as fast."""
+    return ExpertTiles() if num_rows >= HOPPER_ROWS * num_experts else None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertConstants:
+    """What the Hopper kernel is compiled for; never a number of rows."""
+
+    block_n: int
+    block_k: int
+    stages: int
+    gathers: bool
+    experts: int  # a power of two
+    top_k: int
+    gated: bool
+    even: bool  # whether block_k divides the columns
+
+    @property
+    def columns(self) -> int:
+        """Outputs of a tile, and rows of a box of weights: a gate and an up make one output."""
+        return self.block_n // 2 if self.gated else self.block_n
+
+    @property
+    def box_bytes(self) -> int:
+        """That boxes bring for a stage: weights, and rows that are not gathered."""
+        rows = self.block_n + (0 if self.gathers else BLOCK_M)
+        return rows * self.block_k * 2
+
+    @property
+    def producer_warps(self) -> int:
+        """One thread copies boxes; gathering takes all of a warpgroup."""
+        return 4 if self.gathers else 1
+
+    @property
+    def threads(self) -> int:
+        """That meet where a stage becomes free."""
+        return 256 + 32 * self.producer_warps
+
+    @property
+    def arrivals(self) -> int:
+        """That complete a stage: the announcement of boxes, and each gathering thread."""
+        return 129 if self.gathers else 1
+
+
+@cache
+def expert_constants(
+    tiles: ExpertTiles, *, num_experts: int, top_k: int, gated: bool, even: bool
+) -> ExpertConstants:
+    """Join tiles with the shapes of a call."""
+    experts = max(power_of_two(num_experts), 32)
+    given = asdict(tiles) | {"gathers": tiles.gathers and gated}
+    return ExpertConstants(**given, experts=experts, top_k=top_k, gated=gated, even=even)

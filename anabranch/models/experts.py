@@ -1,10 +1,11 @@
-"""mix_experts(): the feed-forward blocks of chosen experts, by three launches and a sum.
+"""mix_experts(): the feed-forward blocks of chosen experts, by four launches.
 
 Nothing is read on the host, so a captured graph routes anew at each replay.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -13,8 +14,8 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from anabranch.device import shared_memory
-from anabranch.kernels.expert_config import fit_experts, select_experts
+from anabranch.device import capability, num_sms, shared_memory
+from anabranch.kernels.expert_config import fit_experts, select_expert_tiles, select_experts
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
 
 NAME = "anabranch"  # among transformers' implementations of experts
@@ -73,24 +74,45 @@ def _mix(
     down: torch.Tensor,
 ) -> torch.Tensor:
     from anabranch.kernels.triton.expert_order import order_experts
-    from anabranch.kernels.triton.expert_product import gate_experts, project_experts
+    from anabranch.kernels.triton.expert_sum import sum_experts
 
     (num_tokens, top_k), (num_experts, k, n) = experts.shape, down.shape
     num_rows = num_tokens * top_k
     if not num_rows:
         return torch.zeros_like(x)
-    order = torch.empty(num_rows, dtype=torch.int32, device=x.device)
-    starts = torch.empty(num_experts + 1, dtype=torch.int32, device=x.device)
-    order_experts(experts.reshape(-1), order, starts)
-    config = fit_experts(
-        select_experts(num_rows, num_experts),
-        itemsize=x.element_size(),
-        shared_bytes=shared_memory(x.device)[0],
-    )
+    x = x.contiguous()
+    integers = partial(torch.empty, dtype=torch.int32, device=x.device)
+    order, starts, counters = integers(num_rows), integers(num_experts + 1), integers(2)
+    order_experts(experts.reshape(-1), order, starts, counters)
     inner, outer = x.new_empty(num_rows, n), x.new_empty(num_rows, k)
-    gate_experts(x.contiguous(), gate_up, order, starts, inner, config)
-    project_experts(inner, down, order, starts, weights.reshape(-1), outer, config)
-    return outer.view(num_tokens, top_k, k).sum(1)
+    weights = weights.reshape(-1)
+    tiles = select_expert_tiles(num_rows, num_experts)
+    if tiles is not None and _takes_boxes(x, gate_up, down):
+        from anabranch.kernels.gluon import expert_kernel as hopper
+
+        given = tiles, num_sms(x.device)
+        hopper.gate_experts(x, gate_up, order, starts, counters[:1], inner, *given)
+        hopper.project_experts(inner, down, order, starts, counters[1:], weights, outer, *given)
+    else:
+        from anabranch.kernels.triton.expert_product import gate_experts, project_experts
+
+        config = fit_experts(
+            select_experts(num_rows, num_experts),
+            itemsize=x.element_size(),
+            shared_bytes=shared_memory(x.device)[0],
+        )
+        gate_experts(x, gate_up, order, starts, inner, config)
+        project_experts(inner, down, order, starts, weights, outer, config)
+    y = torch.empty_like(x)
+    sum_experts(outer, y)
+    return y
+
+
+def _takes_boxes(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
+    """Whether the Hopper kernel can copy these: 16-bit rows that begin at multiples of 16 bytes."""
+    aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, gate_up, down))
+    even = down.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
+    return capability(x.device)[0] == 9 and x.element_size() == 2 and aligned and even
 
 
 def use_experts(model: PreTrainedModel) -> bool:

@@ -52,14 +52,14 @@ def store_refusal(name: str, store: KeyStore) -> str | None:
 
 
 @cache
-def _shared_layout(dtype: torch.dtype, *block: int) -> gl.NVMMASharedLayout:
+def shared_layout(dtype: torch.dtype, *block: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(block, DTYPES[dtype])
 
 
 def row_boxes(x: torch.Tensor, pack: int, width: int) -> TensorDescriptor:
     """Boxes [64 / pack tokens, pack heads, width] of [num_tokens, num_heads, dim]."""
     block = [64 // pack, pack, width]
-    layout = _shared_layout(x.dtype, *block)
+    layout = shared_layout(x.dtype, *block)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
@@ -72,7 +72,7 @@ def is_flat(x: torch.Tensor) -> bool:
 def flat_boxes(x: torch.Tensor, width: int) -> TensorDescriptor:
     """Boxes [64, width] of [num_tokens * num_heads, dim]."""
     num_tokens, num_heads, dim = x.shape
-    layout = _shared_layout(x.dtype, 64, width)
+    layout = shared_layout(x.dtype, 64, width)
     shape = [num_tokens * num_heads, dim]
     return TensorDescriptor(x, shape, [x.stride(1), 1], [64, width], layout)
 
@@ -83,6 +83,6 @@ def key_boxes(
     """Boxes [keys, width] of a store: a row for each key, a range of columns for each head."""
     num_heads, dim = store.ptr.shape[-2:]
     rows = min(constants.page_size or constants.block_n, constants.block_n)
-    layout = _shared_layout(store.ptr.dtype, rows, width)
+    layout = shared_layout(store.ptr.dtype, rows, width)
     shape = [num_rows(store), (num_heads - 1) * store.head + dim]
     return TensorDescriptor(store.ptr, shape, [store.key, 1], [rows, width], layout)

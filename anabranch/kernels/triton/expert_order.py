@@ -12,23 +12,30 @@ import triton.language as tl
 
 from anabranch.kernels.config import power_of_two
 
-BLOCK = 1024  # rows looked at once
+BLOCK = 8192  # rows looked at once
+FEW_ROWS = 1024  # that four warps look at
 
 
 def order_experts(
     experts: torch.Tensor,  # integer [num_rows], the expert of each row
     order: torch.Tensor,  # int32 [num_rows]
     starts: torch.Tensor,  # int32 [num_experts + 1]
+    counters: torch.Tensor,  # int32 [2]
 ) -> None:
-    """Write the rows of expert e, ascending, to `order` from `starts[e]` to `starts[e + 1]`."""
+    """Write the rows of expert e, ascending, to `order` from `starts[e]` to `starts[e + 1]`.
+
+    The counters, from which both products take their tiles, become 0.
+    """
     num_experts = starts.shape[0] - 1
+    block = min(BLOCK, max(power_of_two(experts.shape[0]), 16))
     order_experts_kernel[(num_experts,)](
         experts,
         order,
         starts,
+        counters,
         experts.shape[0],
-        BLOCK=min(BLOCK, max(power_of_two(experts.shape[0]), 16)),
-        num_warps=4,
+        BLOCK=block,
+        num_warps=4 if block <= FEW_ROWS else 8,
     )
 
 
@@ -37,6 +44,7 @@ def order_experts_kernel(
     experts_ptr,  # [num_rows]
     order_ptr,  # [num_rows]
     starts_ptr,  # [num_experts + 1]
+    counters_ptr,  # [2]
     num_rows,
     BLOCK: tl.constexpr,
 ):
@@ -58,3 +66,4 @@ def order_experts_kernel(
         start += tl.sum(own.to(tl.int32), 0)
     if expert == tl.num_programs(0) - 1:
         tl.store(starts_ptr + expert + 1, start)
+        tl.store(counters_ptr + tl.arange(0, 2), 0)

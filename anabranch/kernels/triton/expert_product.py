@@ -77,19 +77,24 @@ def _launch(
 
 
 @triton.jit
-def find_tile(starts_ptr, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
-    """The expert of a tile, and its rows from start to stop; none after the last tile."""
-    experts = tl.arange(0, EXPERTS)
+def find_tile(starts_ptr, ticket, experts, num_experts, num_columns, BLOCK_M: tl.constexpr):
+    """(expert, start, stop, column) of a ticket: a tile of rows, and one of `num_columns` tiles of
+    columns. No rows after the last ticket.
+
+    Tickets of one expert follow each other, those of one column first. `experts` are all indices.
+    """
     mask = experts < num_experts
     first = tl.load(starts_ptr + experts, mask, other=0)
     last = tl.load(starts_ptr + experts + 1, mask, other=0)
     tiles = (last - first + BLOCK_M - 1) // BLOCK_M
     ends = tl.cumsum(tiles, 0)
-    expert = tl.sum((ends <= tile).to(tl.int32), 0)
+    expert = tl.sum((ends * num_columns <= ticket).to(tl.int32), 0)
     own = experts == expert
-    start = tl.sum(tl.where(own, first + (tile - ends + tiles) * BLOCK_M, 0), 0)
+    own_tiles = tl.maximum(tl.sum(tl.where(own, tiles, 0), 0), 1)
+    place = ticket - tl.sum(tl.where(own, (ends - tiles) * num_columns, 0), 0)
+    start = tl.sum(tl.where(own, first, 0), 0) + place % own_tiles * BLOCK_M
     stop = tl.sum(tl.where(own, last, 0), 0)
-    return expert, start, tl.minimum(stop, start + BLOCK_M)
+    return expert, start, tl.minimum(stop, start + BLOCK_M), place // own_tiles
 
 
 @triton.jit
@@ -121,7 +126,9 @@ def expert_product_kernel(
     BLOCK_K: tl.constexpr,
 ):
     GATED: tl.constexpr = weights_ptr is None
-    expert, start, stop = find_tile(starts_ptr, tl.program_id(0), num_experts, EXPERTS, BLOCK_M)
+    expert, start, stop, _ = find_tile(
+        starts_ptr, tl.program_id(0), tl.arange(0, EXPERTS), num_experts, 1, BLOCK_M
+    )
     if start >= stop:
         return
     places = start + tl.arange(0, BLOCK_M)
