@@ -155,7 +155,6 @@ def _attend_piece(
     k, v = up.new_expanded(latent, layout.num_heads)
     sources = [RaggedKV(k, v, layout.index[call.k_bounds]) for call in piece.calls]
     starts = [layout.index[call.q_bounds] for call in piece.calls]
-    plan = layout.plan(piece, q[piece.calls[0].tokens, : k.shape[1]], sources[0], starts[0])
     for first in range(0, q.shape[1], k.shape[1]):
         heads = slice(first, first + k.shape[1])
         up.expand_heads(latent, heads, k, v)
@@ -163,7 +162,9 @@ def _attend_piece(
             part = AttentionState(state.out[call.tokens, heads], state.lse[call.tokens, heads])
             seen = part if call.is_first else _new_state(part)
             options: Any = {"cu_seqlens_q": start, "causal": call.causal, "scale": scale}
-            attend(q[call.tokens, heads], source, **options, plan=plan, out=seen)
+            queries = q[call.tokens, heads]
+            plan = layout.plan(call, queries, source, start)
+            attend(queries, source, **options, plan=plan, out=seen)
             if not call.is_first:
                 merge(part, seen, out=part)
             del seen

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -50,7 +50,8 @@ class PromptLayout:
     num_heads: int  # expanded at once
     pieces: list[PromptPiece]
     index: torch.Tensor  # int32: where the sequences of every call begin
-    _plan: Plan | None = None
+    cuts_blocks: bool  # plans have room for parts, so only one of them is kept
+    _plans: dict[int, Plan] = field(default_factory=dict[int, Plan])  # by a call's place in index
 
     def check(self, lens: PromptLens, num_heads: int) -> None:
         """Refuse lengths or heads that it was not made for."""
@@ -62,16 +63,17 @@ class PromptLayout:
             )
 
     def plan(
-        self, piece: PromptPiece, q: torch.Tensor, source: RaggedKV, starts: torch.Tensor
+        self, call: PromptCall, q: torch.Tensor, source: RaggedKV, starts: torch.Tensor
     ) -> Plan | None:
-        """The plan that all heads share, if a piece has one call; of one piece, all layers do."""
-        if q.device.type == "cpu" or len(piece.calls) > 1:
+        """The plan of a call, for all groups of heads and, unless it is replaced, all layers."""
+        if q.device.type == "cpu":
             return None
-        if self._plan is not None:
-            return self._plan
-        plan = make_plan(q, source, cu_seqlens_q=starts, causal=piece.calls[0].causal)
-        if len(self.pieces) == 1:
-            self._plan = plan
+        plan = self._plans.get(call.q_bounds.start)
+        if plan is None:
+            if self.cuts_blocks:
+                self._plans.clear()
+            plan = make_plan(q, source, cu_seqlens_q=starts, causal=call.causal)
+            self._plans[call.q_bounds.start] = plan
         return plan
 
 
@@ -91,7 +93,8 @@ def make_prompt_layout(
     pieces = list(cutter.pieces())
     device = up.weight.device
     index = torch.tensor(cutter.index, dtype=torch.int32, pin_memory=device.type == "cuda")
-    return PromptLayout(lens, space.num_heads, pieces, index.to(device, non_blocking=True))
+    on_device = index.to(device, non_blocking=True)
+    return PromptLayout(lens, space.num_heads, pieces, on_device, space.cuts_blocks)
 
 
 class PieceCutter:

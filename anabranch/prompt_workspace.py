@@ -17,7 +17,9 @@ STATE_SHARE = 4  # at most a quarter of the budget is for the state of a piece
 INDEX_SHARE = 256  # of the budget, for where the sequences of every piece begin
 SEQ_BYTES = 64  # the same for each sequence
 BLOCK_ROWS = 128  # query rows that one program of attend() handles
-PARTS_PRICE = 1.6  # of a call that cuts blocks, whose parts are written in float32 and merged
+# In calls of attend(), as the host counts: rows of a piece are gathered and its work is divided.
+PIECE_PRICE, MERGE_PRICE = 1.0, 0.25
+PARTS_PRICE = 1.1  # of a call that cuts blocks, whose parts are written in float32 and merged
 ALLOCATOR_BYTES = 4 * MIB  # torch leaves up to 1 MiB unused after each of four large tensors
 
 
@@ -52,7 +54,7 @@ def choose_workspace(
             continue
         space = _fit(up, width, heads, lens, page_size, max_workspace_mib)
         if space is not None:
-            found.append((num_heads // heads * _price(space, lens), space))
+            found.append((_price(space, lens, num_heads // heads), space))
     if not found:
         raise _too_small(up, width, page_size, max_workspace_mib)
     return min(found, key=lambda choice: choice[0])[1]
@@ -119,17 +121,20 @@ def _may_cut_blocks(space: Workspace, lens: PromptLens, weight: torch.Tensor) ->
     return space.num_heads * -(-q_len // BLOCK_ROWS) < 1.5 * num_sms(weight.device)
 
 
-def _price(space: Workspace, lens: PromptLens) -> float:
-    """About the number of calls of attend() and merge() for each group of heads."""
+def _price(space: Workspace, lens: PromptLens, num_groups: int) -> float:
+    """What the host does for all groups of heads, in calls of attend()."""
     key_lens = lens.key_lens()
     short = sum(k_len for k_len in key_lens if k_len <= space.num_keys)
-    calls, merges = -(-short // max(space.num_keys, 1)), 0
+    pieces = -(-short // max(space.num_keys, 1))
+    calls, merges = pieces, 0
     turns = -(-max(lens.q_lens, default=0) // max(space.num_queries, 1))
     for k_len in key_lens:
         if k_len > space.num_keys:
-            merged = turns * (-(-k_len // space.num_keys) - 1)
-            calls, merges = calls + 1 + merged, merges + merged
-    return calls * (PARTS_PRICE if space.cuts_blocks else 1) + merges
+            parts = -(-k_len // space.num_keys)
+            merged = turns * (parts - 1)
+            pieces, calls, merges = pieces + parts, calls + 1 + merged, merges + merged
+    each = calls * (PARTS_PRICE if space.cuts_blocks else 1) + merges * MERGE_PRICE
+    return pieces * PIECE_PRICE + num_groups * each
 
 
 def balanced_share(total: int, most: int) -> int:

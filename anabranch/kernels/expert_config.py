@@ -9,8 +9,8 @@ from anabranch.kernels.config import power_of_two
 
 BLOCK_M = 128  # rows of a tile of the Hopper kernel: two consumers of 64
 HOPPER_BYTES = 227 << 10  # of shared memory
-# of an expert, on average, from which the Hopper kernel is used. 64 experts of 2048 x 1408, top 6, ms
-# here and in Triton: 64 tokens 0.286 and 0.264, 256 0.289 and 0.299, 2048 0.49 and 0.75
+# Rows of an expert, on average, from which the Hopper kernel is used. 64 experts of 2048 x 1408,
+# top 6, ms there and in Triton: 64 tokens 0.286 and 0.264, 256 0.289 and 0.299, 2048 0.49 and 0.75
 HOPPER_ROWS = 24
 FEW_ROWS, SOME_ROWS = 16, 64  # of an expert, on average, up to which tiles are that high
 
