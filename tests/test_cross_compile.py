@@ -30,6 +30,7 @@ LATENT = "anabranch.kernels.gluon.latent_kernel"
 ORDER = "anabranch.kernels.gluon.order"
 MERGE = "anabranch.kernels.triton.merge"
 MERGE_PARTS = "anabranch.kernels.triton.merge_parts"
+ROUTE = "anabranch.kernels.triton.route_experts"
 SCHEDULE = "anabranch.kernels.triton.schedule"
 # Cases that stand for all on other GPUs. Tiles are chosen for Hopper and later: elsewhere, decoding
 # must compile and fit.
@@ -61,6 +62,7 @@ SOME = {
         for target in ("sm_80", "sm_100", "gfx942")
         for module, cases in (
             (EXPERTS, ["16 x 32 gated"]),
+            (ROUTE, ["1 tokens, 64 experts"]),
             (LISTS, ["group of 1, 128 bfloat16"]),
             (APPEND, ["bfloat16, 72/72", "bfloat16, by heads", "q8_0, latent", "fp8, float32"]),
             (
@@ -114,7 +116,10 @@ OVERLAPPED = {
         "attend_kernel",
         "attend_latent_kernel",
         "attend_lists_kernel",
+        "gate_row_kernel",
+        "latent_inputs_kernel",
         "merge_parts_kernel",
+        "project_row_kernel",
     )
     for target in ("sm_90", "sm_100")
 }

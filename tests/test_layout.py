@@ -60,6 +60,7 @@ KERNELS_READ = {
     "kernels.linear_config",
     "kernels.list_config",
     "kernels.expert_config",
+    "kernels.route_config",
 }
 # Gluon is built on Triton: the same masks, online softmax and merge, called from both.
 SHARED = {

@@ -25,6 +25,7 @@ from anabranch.models.join import join_projections
 from anabranch.models.latent_attention import use_latent_attention
 from anabranch.models.linear import use_row_linear
 from anabranch.models.norm import use_cpu_norms
+from anabranch.models.router import use_router
 from anabranch.runner.dealt_step import DealtPages
 from anabranch.runner.graphs import GraphKey, Progress, graph_batches, prompt_sizes
 from anabranch.runner.kv_cache import LayerShape, allocate_layers
@@ -196,6 +197,7 @@ def _load(
         cut=cut,
     )
     use_experts(loaded.model)
+    use_router(loaded.model)
     use_latent_attention(loaded.model, max_workspace_mib=config.max_workspace_mib)
     if config.join_projections:
         join_projections(loaded.model)

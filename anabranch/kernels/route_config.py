@@ -1,0 +1,61 @@
+"""With which tiles tokens are multiplied by the weight of a router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+FEW_TOKENS = 256  # up to which reading the weight counts, not the product
+NUM_PROGRAMS = 128  # about as many as a GPU has processors
+MOST_EXPERTS = 128  # of a program with many tokens
+
+
+@dataclass(frozen=True, slots=True)
+class RouteConfig:
+    """A program owns `block_m` tokens, `block_e` experts and a part of the columns.
+
+    The columns are divided into `splits` parts, each of whole tiles of `block_k`.
+    """
+
+    block_m: int
+    block_e: int
+    block_k: int
+    splits: int
+    num_warps: int
+    num_stages: int
+    overlap: bool = False  # weights are read before the kernel ahead has ended
+
+
+def select_route(num_tokens: int, num_experts: int, k: int) -> RouteConfig:
+    """Tiles for a power of two of experts.
+
+    Few tokens: every program reads one tile of the weight at once. Many: as few programs as fill
+    the GPU, since each of them writes sums that the last one reads again.
+    """
+    wide = num_experts > 128
+    if num_tokens <= FEW_TOKENS:
+        block_e, block_k = 32 if wide else 16, 256 if k <= 4096 else 512
+        splits = -(-k // block_k)
+        return RouteConfig(16, block_e, block_k, splits, 8 if wide else 4, 1, overlap=True)
+    blocks = -(-num_tokens // 64)
+    splits = max(1, min(8, NUM_PROGRAMS // blocks, k // 256))
+    return RouteConfig(64, min(num_experts, MOST_EXPERTS), 64, splits, 8 if wide else 4, 3)
+
+
+def fit_route(
+    config: RouteConfig, *, itemsize: int, shared_bytes: int, hopper: bool
+) -> RouteConfig:
+    """The configuration as a GPU can run it: overlapping came with Hopper."""
+    config = replace(config, overlap=config.overlap and hopper)
+    while _shared_bytes(config, itemsize) > shared_bytes and config.num_stages > 1:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
+
+
+def _shared_bytes(config: RouteConfig, itemsize: int) -> int:
+    tile = (config.block_m + config.block_e) * config.block_k
+    return tile * itemsize * config.num_stages
+
+
+def every_route_case() -> list[tuple[int, int, int]]:
+    """Numbers of tokens, experts and columns that cover what is ever selected."""
+    return [(1, 64, 2048), (64, 256, 7168), (2048, 64, 2048), (8192, 256, 7168)]
