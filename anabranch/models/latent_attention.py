@@ -17,6 +17,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import (
 )
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Attention
 
+from anabranch.models.latent_inputs import latent_inputs
 from anabranch.prompt_workspace import check_workspace
 from anabranch.up_projection import UpProjection
 
@@ -41,6 +42,7 @@ class LatentAttention(nn.Module):
                 self.add_module(name, getattr(layer, name))
         self.kv_a_proj_with_mqa = layer.kv_a_proj_with_mqa
         self.kv_a_layernorm = layer.kv_a_layernorm
+        self._epsilon: float | None = getattr(layer.kv_a_layernorm, "variance_epsilon", None)
         self.o_proj = layer.o_proj
         weight: torch.Tensor = layer.kv_b_proj.weight.detach()  # of this rank's heads
         weight = weight.view(-1, layer.qk_nope_head_dim + layer.v_head_dim, layer.kv_lora_rank)
@@ -57,15 +59,18 @@ class LatentAttention(nn.Module):
     ) -> tuple[torch.Tensor, None]:
         """What the layer that was replaced would give, without attention weights."""
         q = self._queries(hidden_states)
-        both = cast("torch.Tensor", self.kv_a_proj_with_mqa(hidden_states))
-        latent, k_rotary = torch.split(both, [self._rank, self._dims[1]], -1)
-        q_pass, q_rotary = torch.split(q, self._dims, -1)
-        q = torch.cat([q_pass, self._rotate(q_rotary, *position_embeddings)], -1)
-        k_rotary = self._rotate(k_rotary[:, :, None], *position_embeddings)[:, :, 0]
-        rows = torch.cat([self.kv_a_layernorm(latent), k_rotary], -1)[:, None]
+        latent = cast("torch.Tensor", self.kv_a_proj_with_mqa(hidden_states))
+        if self._epsilon is not None and _is_on_gpu(latent):
+            cos, sin = position_embeddings
+            options: Any = {"epsilon": self._epsilon, "neighbours": self._rotates_neighbours}
+            norm = self.kv_a_layernorm.weight
+            q, rows = latent_inputs(q[0], latent[0], cos[0], sin[0], norm, **options)
+            q, rows = q[None], rows[None, None]
+        else:
+            q, rows = self._inputs(q, latent, *position_embeddings)
         function: Any = cast("Any", AttentionInterface())[self.config._attn_implementation]
         values = rows[..., : self._rank]
-        options: Any = {
+        options = {
             "scaling": self.scaling,
             "up_projection": self.up_projection,
             "max_workspace_mib": self.max_workspace_mib,
@@ -87,6 +92,16 @@ class LatentAttention(nn.Module):
             q = modules.q_b_proj(modules.q_a_layernorm(modules.q_a_proj(x)))
         return q.unflatten(-1, (-1, sum(self._dims)))
 
+    def _inputs(
+        self, q: torch.Tensor, latent: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries, and rows [1, 1, num_tokens, width]: what latent_inputs() gives."""
+        latent, k_rotary = torch.split(latent, [self._rank, self._dims[1]], -1)
+        q_pass, q_rotary = torch.split(q, self._dims, -1)
+        q = torch.cat([q_pass, self._rotate(q_rotary, cos, sin)], -1)
+        k_rotary = self._rotate(k_rotary[:, :, None], cos, sin)[:, :, 0]
+        return q, torch.cat([self.kv_a_layernorm(latent), k_rotary], -1)[:, None]
+
     def _rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Rotate pairs of the last dimension, the first of all pairs before the second.
 
@@ -100,6 +115,10 @@ class LatentAttention(nn.Module):
         else:
             a, b = x[..., :half], x[..., half:]
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def _is_on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda
 
 
 class RealRotary(nn.Module):
