@@ -6,6 +6,10 @@ from typing import NamedTuple
 
 import torch
 
+from anabranch.device import has_overlap
+
+FEW_TOKENS = 64  # up to which the weight is read at the speed of memory by our own kernels
+
 
 class UpProjection(NamedTuple):
     """The weight that makes keys and values of a latent row, for each head keys before values.
@@ -41,6 +45,11 @@ class UpProjection(NamedTuple):
         """Queries [num_tokens, num_heads, dim] that score latent rows as they are."""
         rank, nope = self.rank, self.head_dim_nope
         absorbed = q.new_empty(*q.shape[:2], rank + q.shape[2] - nope)
+        if _are_few(q):
+            from anabranch.kernels.triton.absorb_queries import absorb_queries
+
+            absorb_queries(q, self.weight, absorbed, overlap=has_overlap(q.device))
+            return absorbed
         latent = absorbed[..., :rank].transpose(0, 1)
         torch.bmm(q[..., :nope].transpose(0, 1), self.weight[:, :nope], out=latent)
         absorbed[..., rank:] = q[..., nope:]
@@ -49,8 +58,13 @@ class UpProjection(NamedTuple):
     def values(self, latent: torch.Tensor) -> torch.Tensor:
         """Outputs [num_tokens, num_heads, head_dim_v] of outputs over latent rows."""
         out = latent.new_empty(*latent.shape[:2], self.head_dim_v)
-        weight = self.weight[:, self.head_dim_nope :].transpose(1, 2)
-        torch.bmm(latent.transpose(0, 1), weight, out=out.transpose(0, 1))
+        weight = self.weight[:, self.head_dim_nope :]
+        if _are_few(latent):
+            from anabranch.kernels.triton.project_values import project_values
+
+            project_values(latent, weight, out, overlap=has_overlap(latent.device))
+            return out
+        torch.bmm(latent.transpose(0, 1), weight.transpose(1, 2), out=out.transpose(0, 1))
         return out
 
     def expand(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,3 +109,9 @@ class UpProjection(NamedTuple):
         _, both, rank = self.weight.shape
         saved = width + rank - (both + width - rank)
         return num_queries * saved > rank * both
+
+
+def _are_few(x: torch.Tensor) -> bool:
+    """Whether our kernels multiply these rows [num_tokens, num_heads, dim]."""
+    on_gpu = x.is_cuda and x.element_size() == 2 and not torch.compiler.is_compiling()
+    return on_gpu and 0 < len(x) <= FEW_TOKENS
