@@ -1,4 +1,4 @@
-"""mix_experts(): the feed-forward blocks of chosen experts, by four launches.
+"""mix_experts(): the feed-forward blocks of chosen experts, by four launches, or two for a token.
 
 Nothing is read on the host, so a captured graph routes anew at each replay.
 """
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from anabranch.device import capability, num_sms, shared_memory
+from anabranch.device import capability, has_overlap, num_sms, shared_memory
 from anabranch.kernels.expert_config import fit_experts, select_expert_tiles, select_experts
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
 
@@ -80,6 +80,8 @@ def _mix(
     num_rows = num_tokens * top_k
     if not num_rows:
         return torch.zeros_like(x)
+    if num_tokens == 1:
+        return _mix_row(x, experts, weights, gate_up, down)
     x = x.contiguous()
     integers = partial(torch.empty, dtype=torch.int32, device=x.device)
     order, starts, counters = integers(num_rows), integers(num_experts + 1), integers(2)
@@ -113,6 +115,23 @@ def _takes_boxes(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> 
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in (x, gate_up, down))
     even = down.shape[1] % 8 == 0 and down.shape[2] % 8 == 0
     return capability(x.device)[0] == 9 and x.element_size() == 2 and aligned and even
+
+
+def _mix_row(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+) -> torch.Tensor:
+    """For one token, whose experts each have one row."""
+    from anabranch.kernels.triton.expert_row import gate_row, project_row
+
+    y, inner = x.new_empty(x.shape), x.new_empty(experts.shape[1], down.shape[2])
+    row, chosen, overlap = x.reshape(-1), experts.reshape(-1), has_overlap(x.device)
+    gate_row(row.contiguous(), gate_up, chosen, inner, overlap=overlap)
+    project_row(inner, down, chosen, weights.reshape(-1), y[0], overlap=overlap)
+    return y
 
 
 def use_experts(model: PreTrainedModel) -> bool:
