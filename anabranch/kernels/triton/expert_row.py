@@ -18,7 +18,7 @@ from anabranch.kernels.config import power_of_two
 
 BLOCK_N = 4  # rows of a weight that a program reads at once,
 BLOCK_K = 2048  # and columns of them, or half as many
-NUM_WARPS = 8
+NUM_WARPS = 4
 
 
 def gate_row(
