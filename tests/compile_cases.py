@@ -58,6 +58,7 @@ from anabranch.kernels.triton.draft_tree import make_draft_tree
 from anabranch.kernels.triton.expert_order import order_experts
 from anabranch.kernels.triton.expert_product import gate_experts, project_experts
 from anabranch.kernels.triton.expert_sum import sum_experts
+from anabranch.kernels.triton.key_pairs import in_pairs
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.merge_parts import merge_parts
@@ -148,12 +149,13 @@ def launch_stored(
     view = keys.view()
     config = select_attend(
         rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
-        latent=latent, quantised=format_name != "plain", box_keys=box_keys(view) if boxed else 0,
+        latent=latent, quantised=format_name != "plain", code_pairs=in_pairs(view),
+        box_keys=box_keys(view) if boxed else 0,
     )  # fmt: skip
     shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
     halves = in_words(view.k) and not latent
     room = {"per_program": shared_memory, "per_sm": shared_memory, "code_words": halves}
-    config = fit_shared_memory(config, *shape, **room)
+    config = fit_shared_memory(config, *shape, **room, code_pairs=in_pairs(view))
     recent = shared_memory >= 227 * 1024
     program = program_of(
         config, dims, page_size=page_size, num_programs=132, group=rows,
@@ -189,6 +191,7 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
     for name in ("fp8_tensor", "fp8", "int8", "q8_0"):
         yield f"decode {name}", partial(stored, 4, name, shared_memory)
     yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
+    yield "decode int8, 16 rows", partial(stored, 16, "int8", shared_memory)
     yield "decode int8, pages of 64", partial(stored, 4, "int8", shared_memory, page_size=64)
     yield "decode int8, 256 dims", partial(stored, 4, "int8", shared_memory, head_dim=256)
     yield "prefill int8", partial(stored, 128, "int8", shared_memory)

@@ -92,7 +92,7 @@ SPILLS = {
         "decode latent, boxes": 640,
         "decode latent, one sequence": 640,
         "decode latent q8_0": 256,
-        # 168 registers, for three programs a processor
+        # 128 or 168 registers, for four or three programs a processor
         **dict.fromkeys(("decode fp8", "decode int8", "decode q8_0"), 8),
     },
     # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
@@ -106,7 +106,12 @@ SPILLS = {
     (SCHEDULE, "sm_80"): {"packed, fixed parts": 8},
 }
 # Programs that share a processor, by the beginning of a case's name, and the memory they share.
-TOGETHER = {(ATTEND, "sm_90"): {"decode with fixed parts": (2, 228 * 1024)}}
+TOGETHER = {
+    (ATTEND, "sm_90"): {
+        "decode with fixed parts": (2, 228 * 1024),
+        "decode fp8": (4, 228 * 1024),
+    }
+}
 # Tiles that are never selected there: values that are columns of keys have to be copied.
 UNUSED = {("sm_100", "decode latent, 64 rows")}
 # Kernels that are launched while the one ahead ends, on GPUs that can.

@@ -24,6 +24,7 @@ from anabranch.kernels.config import AttendConfig
 from anabranch.kernels.cpu.encode import encode_rows, encodes_rows
 from anabranch.kernels.cpu.native import native
 from anabranch.kernels.triton.code_words import in_words
+from anabranch.kernels.triton.key_pairs import in_pairs
 from anabranch.keys.formats import BLOCK, E4M3, FORMATS, decode, empty_store, encode, encoded_store
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -94,7 +95,9 @@ def test_words(page_size: int, name: str, device: str) -> None:
     case = replace(case, formats=(name, name), page_size=page_size, device=device)
     _, keys, _ = make_inputs(case, 0)
     assert in_words(keys.view().k)
+    assert in_pairs(keys.view()) == (name != "q8_0")
     check(case, "triton", FEW_ROWS)
+    check(case, "triton", replace(FEW_ROWS, block_m=8, block_n=64))
     case = replace(case, window=20, softcap=5.0 if page_size == 8 else None)
     check(case, "triton", replace(FEW_ROWS, keys_first=False))
 
@@ -108,12 +111,23 @@ def test_codes_that_are_not_in_words() -> None:
     assert not in_words(encoded_store("k", codes.float(), None))
 
 
+def test_codes_that_are_not_in_pairs() -> None:
+    case = replace(PAGED, formats=("int8", "int8"), dims=(128, 128), dtype=HALF)
+    assert in_pairs(make_inputs(case, 0)[1].view())
+    changes = ({"page_size": 7}, {"dims": (64, 128)}, {"dims": (128, 256)})
+    changes += ({"formats": ("int8", "plain")}, {"formats": ("q8_0", "fp8")})
+    for change in changes:
+        assert not in_pairs(make_inputs(replace(case, **change), 0)[1].view())
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", QUANTISED)
-def test_queries_beyond_float16(name: str, device: str) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_queries_beyond_float16(dims: tuple[int, int], name: str, device: str) -> None:
     """Tiles of words are float16, and so are queries: each row of them in a unit of its own."""
     case = replace(PAGED, formats=(name, name), dtype=BRAIN, device=device, q_lens=(1,) * 5)
-    q, keys, options = make_inputs(replace(case, padding=0), 0)
+    case = replace(case, dims=dims, padding=0)
+    q, keys, options = make_inputs(case, 0)
     sizes = torch.tensor([1e18, 1e-18, 1.0, 1e6, 0.0], device=device)[:, None, None]
     for scale in (1e-18, 1.0, 1e18):
         options["scale"] = scale
@@ -158,9 +172,10 @@ def test_latent_bfloat16(num_heads: int, name: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["int8", "fp8"])
-def test_small_scales_do_not_underflow(name: str, device: str) -> None:
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128)], ids=str)
+def test_small_scales_do_not_underflow(dims: tuple[int, int], name: str, device: str) -> None:
     """float16 weights times scales of 1e-7 would be 0."""
-    case = replace(PAGED, formats=(name, name), dtype=HALF, device=device, padding=0)
+    case = replace(PAGED, formats=(name, name), dtype=HALF, device=device, padding=0, dims=dims)
     q, keys, options = make_inputs(replace(case, q_lens=(1,) * 5), 0)
     keys.v_scales.mul_(1e-3)
     assert_right(attend(q, keys, impl="triton", **options), q, keys, options)

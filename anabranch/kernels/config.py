@@ -79,12 +79,13 @@ def shared_bytes(
     itemsize: int,
     *,
     code_words: bool = False,
+    code_pairs: bool = False,
 ) -> int:
     """Shared memory of one program: tiles under way, queries, weights, a little for barriers.
 
     `head_dim_v` is 0 where values are columns of the keys: small tiles of these are operands in
     registers, and have one buffer less than stages. Codes in words are under way as bytes, and one
-    tile is converted at a time.
+    tile is converted at a time, by pairs of keys in registers.
     """
     dim_k = sum(split_head_dim(head_dim_k))
     dim_v = max(16, power_of_two(head_dim_v)) if head_dim_v else 0
@@ -93,7 +94,8 @@ def shared_bytes(
     tiles = itemsize * buffers * config.block_n * (dim_k + dim_v)
     if code_words:
         scales = config.num_stages * config.block_n * 16  # of 4 bytes or fewer, for K and V
-        tiles = tiles // itemsize + itemsize * config.block_n * max(dim_k, dim_v) + scales
+        converted = 0 if code_pairs else itemsize * config.block_n * max(dim_k, dim_v)
+        tiles = tiles // itemsize + converted + scales
     weights = config.block_m * config.block_n if config.keys_first else 0
     return tiles + itemsize * (config.block_m * dim_k + weights) + 1536
 
@@ -107,6 +109,7 @@ def fit_shared_memory(
     per_program: int,
     per_sm: int,
     code_words: bool = False,
+    code_pairs: bool = False,
     folds_parts: bool = False,
 ) -> AttendConfig:
     """The configuration with fewer stages, smaller tiles and fewer workers, as a GPU needs it.
@@ -121,6 +124,7 @@ def fit_shared_memory(
         head_dim_v=head_dim_v,
         itemsize=itemsize,
         code_words=code_words,
+        code_pairs=code_pairs and config.keys_first and config.block_m < 16,
     )
     while needs(config) > per_program:
         if config.num_stages > 2:
@@ -150,15 +154,17 @@ def select_attend(
     window: int | None = None,
     latent: bool = False,
     quantised: bool = False,
+    code_pairs: bool = False,
     box_keys: int = 0,
     fused_merge: bool | None = None,
 ) -> AttendConfig:
     """Tiles by how many query rows (tokens times group) a sequence has on average.
 
     `num_pairs` is sequences times kv heads; with `latent`, values are columns of keys; `quantised`
-    where keys, values or both are; `box_keys` keys of a page can be copied as a box, none if it is
-    0; `fused_merge` is None where parts may be merged either way. Microseconds are medians on an
-    H200, bfloat16, 32/8 heads of 128 unless said otherwise.
+    where keys, values or both are, `code_pairs` where both are loaded by pairs; `box_keys` keys of
+    a page can be copied as a box, none if it is 0; `fused_merge` is None where parts may be merged
+    either way. Microseconds are medians on an H200, bfloat16, 32/8 heads of 128 unless said
+    otherwise.
     """
     head_dim = max(head_dim_k, head_dim_v)
     if head_dim > WIDE:
@@ -171,7 +177,7 @@ def select_attend(
         rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
         return AttendConfig(rows, 32, num_warps=4, num_stages=2, workers_per_sm=1)
     if quantised and (rows_per_seq <= 32 or rows_per_seq > 64):
-        return _select_decoding(rows_per_seq, head_dim)
+        return _select_decoding(rows_per_seq, head_dim, code_pairs)
     if rows_per_seq <= 32:
         return _select_short(16 if rows_per_seq <= 16 else 32, rows_per_seq, num_pairs, head_dim)
     if rows_per_seq <= 64:
@@ -199,7 +205,7 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
     return config(64, 4, 3, 2, **merge, block_price=4)
 
 
-def _select_decoding(rows_per_seq: float, head_dim: int) -> AttendConfig:
+def _select_decoding(rows_per_seq: float, head_dim: int, code_pairs: bool) -> AttendConfig:
     """Quantised keys: converting codes takes issue slots, so three workers share a processor.
 
     64 x 8192, bfloat16 487: fp8 with one scale a tensor 287 (in tiles of 128 keys 328), fp8 320
@@ -208,6 +214,11 @@ def _select_decoding(rows_per_seq: float, head_dim: int) -> AttendConfig:
     if rows_per_seq > 64:
         warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
         return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
+    # Without groups of fixed parts: their sums would be spilled in every tile.
+    parts = {"part_tiles": 8, "group_parts": 1}
+    if code_pairs and rows_per_seq <= 8:
+        config = partial(AttendConfig, 8, 64, 4, 3, 4, keys_first=True, max_registers=128)
+        return config(merge_rows=4, merge_batch=8, **parts)
     rows = 16 if rows_per_seq <= 16 else 32
     config = partial(
         AttendConfig, rows, merge_rows=4, merge_batch=8 if head_dim <= 128 else 4, part_tiles=4
@@ -215,8 +226,6 @@ def _select_decoding(rows_per_seq: float, head_dim: int) -> AttendConfig:
     if head_dim > 128:
         return config(32, 4, 3, 2 if rows == 16 else 1)
     if rows == 16:
-        # Without groups of fixed parts: their sums would be spilled in every tile.
-        parts = {"part_tiles": 8, "group_parts": 1}
         return config(64, 4, 3, 3, keys_first=True, max_registers=168, **parts)
     return config(64, 4, 3, 2, keys_first=True)
 

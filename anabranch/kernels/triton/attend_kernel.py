@@ -24,6 +24,7 @@ from anabranch.kernels.triton.constants import (
     with_priors,
     with_sinks,
 )
+from anabranch.kernels.triton.key_pairs import in_pairs
 from anabranch.kernels.triton.merge_groups import merge_groups
 from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
 from anabranch.kernels.triton.online_softmax import (
@@ -70,7 +71,7 @@ def attend(
         strides = (None if x.scales is None else x.scales[1:4] for x in (view.k, view.v))
         halves = q.element_size() == 2 and not view.values_in_keys
         words = (halves and in_words(x) for x in (view.k, view.v))
-        constants = with_codes(constants, *strides, *words)
+        constants = with_codes(constants, *strides, *words, halves and in_pairs(view))
     if prior is not None:
         constants = with_priors(constants, prior.lse.shape[0])
     if rules.sinks is not None:

@@ -61,6 +61,33 @@ def halves_of_int8(words, PACKED: tl.constexpr):
 
 
 @triton.jit
+def raised_halves_of_int8(words, PACKED: tl.constexpr):
+    """The four int8 codes of each word plus 128, times 2^-24: their bits as subnormal float16."""
+    if PACKED:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 codes, low, high;
+            xor.b32 codes, $4, 0x80808080;
+            prmt.b32 low, codes, 0, 0x4140;
+            prmt.b32 high, codes, 0, 0x4342;
+            mov.b32 {$0, $1}, low;
+            mov.b32 {$2, $3}, high; }""",
+            "=h,=h,=h,=h,r",
+            [words],
+            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        codes = words ^ -0x7F7F7F80
+        return (
+            (codes & 0xFF).to(tl.int16).to(tl.float16, bitcast=True),
+            ((codes >> 8) & 0xFF).to(tl.int16).to(tl.float16, bitcast=True),
+            ((codes >> 16) & 0xFF).to(tl.int16).to(tl.float16, bitcast=True),
+            ((codes >> 24) & 0xFF).to(tl.int16).to(tl.float16, bitcast=True),
+        )
+
+
+@triton.jit
 def scaled_halves_of_int8(words, scales, PACKED: tl.constexpr):
     """The four int8 codes of each word times its float16 scale."""
     if PACKED:
@@ -116,15 +143,83 @@ def halves_of_e4m3(words, PACKED: tl.constexpr):
 
 
 @triton.jit
-def permute_dims(x):
+def transposed_halves(even, odd, IS_FP8: tl.constexpr, PACKED: tl.constexpr):
+    """The codes of words of two keys as float16: the first code of each key, then the second, ...
+
+    Two keys share a register, as the matrix unit takes a tile whose rows are dims.
+    """
+    if PACKED and IS_FP8:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high; .reg .b16 first, second, third, fourth;
+            prmt.b32 low, $8, $9, 0x5140;
+            prmt.b32 high, $8, $9, 0x7362;
+            mov.b32 {first, second}, low;
+            mov.b32 {third, fourth}, high;
+            cvt.rn.f16x2.e4m3x2 low, first;
+            mov.b32 {$0, $1}, low;
+            cvt.rn.f16x2.e4m3x2 low, second;
+            mov.b32 {$2, $3}, low;
+            cvt.rn.f16x2.e4m3x2 low, third;
+            mov.b32 {$4, $5}, low;
+            cvt.rn.f16x2.e4m3x2 low, fourth;
+            mov.b32 {$6, $7}, low; }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [even, odd],
+            dtype=(tl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    elif PACKED:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 low, high, magic, bias, pair;
+            prmt.b32 low, $8, $9, 0x5140;
+            prmt.b32 high, $8, $9, 0x7362;
+            xor.b32 low, low, 0x80808080;
+            xor.b32 high, high, 0x80808080;
+            mov.b32 magic, 0x64646464;
+            mov.b32 bias, 0x64806480;
+            prmt.b32 pair, low, magic, 0x4140;
+            sub.f16x2 pair, pair, bias;
+            mov.b32 {$0, $1}, pair;
+            prmt.b32 pair, low, magic, 0x4342;
+            sub.f16x2 pair, pair, bias;
+            mov.b32 {$2, $3}, pair;
+            prmt.b32 pair, high, magic, 0x4140;
+            sub.f16x2 pair, pair, bias;
+            mov.b32 {$4, $5}, pair;
+            prmt.b32 pair, high, magic, 0x4342;
+            sub.f16x2 pair, pair, bias;
+            mov.b32 {$6, $7}, pair; }""",
+            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
+            [even, odd],
+            dtype=(tl.float16,) * 8,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        if IS_FP8:
+            a, b, c, d = halves_of_e4m3(even, False)
+            e, f, g, h = halves_of_e4m3(odd, False)
+        else:
+            a, b, c, d = halves_of_int8(even, False)
+            e, f, g, h = halves_of_int8(odd, False)
+        return a, e, b, f, c, g, d, h
+
+
+@triton.jit
+def permute_dims(x, NARROW: tl.constexpr):
     """Dims in the order in which a thread's 16 bytes of codes are its operands of four products.
 
-    The matrix unit gives a thread dims 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, for t in 0 to 3.
+    The matrix unit gives a thread dims 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, for t in 0 to 3; and
+    NARROW, for fewer than 16 rows, 4t to 4t + 3.
     """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    x = tl.reshape(x, [ROWS, WIDTH // 64, 4, 4, 2, 2])
-    return tl.reshape(tl.permute(x, [0, 1, 3, 4, 2, 5]), [ROWS, WIDTH])
+    if NARROW:
+        x = tl.permute(tl.reshape(x, [ROWS, WIDTH // 64, 4, 4, 4]), [0, 1, 3, 2, 4])
+    else:
+        x = tl.permute(tl.reshape(x, [ROWS, WIDTH // 64, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])
+    return tl.reshape(x, [ROWS, WIDTH])
 
 
 @triton.jit
@@ -147,7 +242,7 @@ def decode_words(
     else:
         a, b, c, d = halves_of_int8(words, PACKED)
     tile = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [KEYS, WORDS * 4])
-    return permute_dims(tile) if PERMUTED else tile
+    return permute_dims(tile, False) if PERMUTED else tile
 
 
 @triton.jit

@@ -95,6 +95,8 @@ class Source:
     wide_pages: bool = False  # a page spans 2^31 elements or more
     k_words: bool = False  # codes are loaded four at a time
     v_words: bool = False
+    pairs: bool = False  # both are loaded by pairs of keys
+    raised: bool = False  # there, codes of int8 keys are read 128 higher, in units of 2^-24
     packed: bool = False  # NVIDIA's instructions for pairs of halves are there
     lists: ListShape | None = None  # the table holds lists of keys, which are looked up as read
 
@@ -262,14 +264,19 @@ def with_codes(
     v_scale_strides: tuple[int, int, int] | None,
     k_words: bool,
     v_words: bool,
+    pairs: bool,
 ) -> AttendConstants:
-    """The constants for quantised stores: strides of scales, and whether codes lie in words."""
+    """The constants for quantised stores: strides of scales, and how codes can be loaded."""
+    tiles, source = constants.tiles, constants.source
+    pairs = pairs and tiles.keys_first and tiles.block_m < 16
     source = replace(
-        constants.source,
+        source,
         k_scale_strides=k_scale_strides,
         v_scale_strides=v_scale_strides,
         k_words=k_words,
-        v_words=v_words and not constants.tiles.values_first,
+        v_words=v_words and not tiles.values_first,
+        pairs=pairs,
+        raised=pairs and not source.k_format.is_fp8,
     )
     return replace(constants, source=source)
 

@@ -10,6 +10,8 @@ are exact in float32, those of scaled LSEs are not.
 import triton
 import triton.language as tl
 
+from anabranch.kernels.triton.key_pairs import order_weights
+
 LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -43,7 +45,7 @@ def sink_state(logits):
 @triton.jit
 def update_state(
     state, scores, scale, v, value_scales, row_units,
-    SHIFTED: tl.constexpr, KEYS_FIRST: tl.constexpr,
+    SHIFTED: tl.constexpr, KEYS_FIRST: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Attend to one more tile of keys: logits are scores times scale > 0.
 
@@ -72,6 +74,8 @@ def update_state(
         factors = weights
         if value_scales is not None:
             factors = weights * value_scales[:, None]
+        if PAIRS:
+            factors = order_weights(factors)
         values = tl.trans(v)
         acc = tl.dot(values, factors.to(v.dtype), acc * keep[None, :], input_precision="ieee")
         total = total * keep[None, :] + weights

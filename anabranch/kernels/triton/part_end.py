@@ -11,6 +11,7 @@ from triton import constexpr_function
 
 from anabranch.kernels.config import FEW_SUMS
 from anabranch.kernels.triton.constants import AttendConstants
+from anabranch.kernels.triton.key_pairs import permute_sums, restore_sums
 from anabranch.kernels.triton.merge_tree import leave_part
 from anabranch.kernels.triton.online_softmax import (
     empty_state,
@@ -42,6 +43,8 @@ def transpose_state(state, C: tl.constexpr):
     if C.tiles.keys_first:
         first_key = tl.arange(0, C.tiles.block_n)[:, None] == 0
         total = tl.where(first_key, total[None, :], 0.0)
+        if C.source.pairs:
+            acc = permute_sums(acc)
         acc = tl.trans(acc)
     if C.tiles.lazy_peak:
         total = spread_total(total)
@@ -62,6 +65,8 @@ def collect_state(state, values, prior, rows, is_first, C: tl.constexpr):
     if C.tiles.keys_first:
         total = tl.sum(total, 0)
         acc = tl.trans(acc)
+        if C.source.pairs:
+            acc = restore_sums(acc)
     if C.tiles.lazy_peak:
         total = tl.sum(tl.sum(total, 2), 1)
     state = (peak, total, acc)

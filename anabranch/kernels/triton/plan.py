@@ -26,6 +26,7 @@ from anabranch.kernels.triton.attend_lists import parts_of_list
 from anabranch.kernels.triton.boxes import box_keys
 from anabranch.kernels.triton.code_words import in_words
 from anabranch.kernels.triton.constants import AttendConstants, AttendProgram, attend_program
+from anabranch.kernels.triton.key_pairs import in_pairs
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.schedule import schedule
 from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
@@ -133,6 +134,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
     num_tokens, num_heads, head_dim_k = q.shape
     group = num_heads // num_kv_heads
     config = options.config
+    code_pairs = q.element_size() == 2 and in_pairs(view)
     if config is None:
         rows_per_seq = options.rows_per_seq
         if rows_per_seq is None:
@@ -146,6 +148,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
             window=rules.window,
             latent=view.values_in_keys,
             quantised=view.k.scales is not None or view.v.scales is not None,
+            code_pairs=code_pairs,
             box_keys=box_keys(view) if has_boxes(q.device) else 0,
             fused_merge=options.fused_merge,
         )
@@ -162,6 +165,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
             per_program=per_program,
             per_sm=per_sm,
             code_words=code_words,
+            code_pairs=code_pairs,
             folds_parts=options.batch_invariant,
         )
     if not isinstance(config, AttendConfig):

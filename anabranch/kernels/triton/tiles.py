@@ -11,6 +11,12 @@ from anabranch.kernels.triton.addressing import (
     pages_of,
 )
 from anabranch.kernels.triton.code_words import load_words, permute_dims, unit_of
+from anabranch.kernels.triton.key_pairs import (
+    load_key_pairs,
+    load_pair_scales,
+    load_value_pairs,
+    pair_rows,
+)
 from anabranch.kernels.triton.logits import capped, masked, score, weighted
 from anabranch.kernels.triton.online_softmax import LOG2_E, update_lazily, update_state
 from anabranch.kernels.triton.part_end import close_part, closes_inside
@@ -51,11 +57,13 @@ def attend_tiles(
     view, boxes, table_stride = source
     K_WORDS: tl.constexpr = C.source.k_words
     V_WORDS: tl.constexpr = C.source.v_words
+    PAIRS: tl.constexpr = C.source.pairs
     row_units = None
     q_main, q_rest = q
     if K_WORDS:
         row_units, inverse = unit_of(tl.max(tl.abs(q_main).to(tl.float32), 1))
-        q_main = permute_dims((q_main.to(tl.float32) * inverse[:, None]).to(tl.float16))
+        q_main = (q_main.to(tl.float32) * inverse[:, None]).to(tl.float16)
+        q_main = permute_dims(q_main, PAIRS)
     k, v, table = view.k, view.v, view.table
     SHARED: tl.constexpr = C.source.values_in_keys
     K_FORMAT: tl.constexpr = C.source.k_format
@@ -70,6 +78,13 @@ def attend_tiles(
     base_scale = rules.scale
     if K_WORDS and K_FORMAT.scaling == "tensor":
         base_scale *= tl.load(k.scales.ptr)
+    raised_scores = None
+    if C.source.raised:
+        base_scale *= 16777216.0
+        KEYS: tl.constexpr = C.tiles.block_n
+        ROWS: tl.constexpr = C.tiles.block_m
+        raised_scores = tl.sum(q_main.to(tl.float32), 1) * -(2.0**-17)
+        raised_scores = tl.broadcast_to(raised_scores[None, :], [KEYS, ROWS])
     # Units of rows are multiplied into scores where these are not logits but for a scale.
     UNITS_FIRST: tl.constexpr = rules.softcap is not None or view.log_weights is not None
     if SHARED:
@@ -93,14 +108,24 @@ def attend_tiles(
     ONE_PAGE: tl.constexpr = not C.source.is_plain and C.source.page_size % C.tiles.block_n == 0
     if ONE_PAGE:
         first_keys = tile * C.tiles.block_n
+    elif PAIRS:
+        evens = tl.arange(0, C.tiles.block_n // 2) * 2
+        first_keys = tile * C.tiles.block_n + evens
     else:
         keys = tile * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
         first_keys = keys
     if C.source.lists is None:  # a list is read before its length is known
         first_keys = tl.minimum(first_keys, seq_len - 1)
     pages = pages_of(first_keys, origin, seq_len, view, table_stride, C)
+    last = seq_len - 1
+    if PAIRS:
+        evens = tl.arange(0, C.tiles.block_n // 2) * 2
     for index in tl.range(tile, stop):
-        keys = index * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
+        if PAIRS:
+            keys = index * C.tiles.block_n + pair_rows(C.tiles.block_n)
+            even_keys = index * C.tiles.block_n + evens
+        else:
+            keys = index * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
         # Loading V before K moves the barrier that the compiler puts between the copies of two
         # tiles: it stands between iterations, and not between scores and softmax.
         if PAGED_BOXES:
@@ -121,13 +146,17 @@ def attend_tiles(
                 C.head_dim_v, DTYPE, V_FORMAT, V_SCALED, BOXED,
             )  # fmt: skip
         k_scale_place = keys  # unused without scales
-        if not BOXED:
+        if not BOXED and not PAIRS:
             place = key_offsets(safe_keys, pages, k_page, k_key, table, C)
             k_scale_place = scale_offsets(
                 k, K_STRIDES, safe_keys, pages, kv_head, table, K_FORMAT, C
             )
         scale = base_scale
-        if K_WORDS:
+        if PAIRS:
+            tile_k = load_key_pairs(
+                k, even_keys, last, pages, k_page, k_key, kv_head, table, K_FORMAT, C
+            )
+        elif K_WORDS:
             tile_k = load_words(
                 k, safe_keys, pages, k_page, k_key, kv_head, k_scale_place, table,
                 C.tiles.dk_main, K_FORMAT, True, C,
@@ -145,13 +174,13 @@ def attend_tiles(
             )  # fmt: skip
         if not BOXED or PAGED_BOXES:
             # The next tile's pages are on their way while this tile is attended to.
-            next_keys = keys + C.tiles.block_n
+            next_keys = (even_keys if PAIRS else keys) + C.tiles.block_n
             if ONE_PAGE:
                 next_keys = (index + 1) * C.tiles.block_n
             next_keys = bounded(next_keys, stop, seq_len, C)
             if C.tiles.values_first or SHARED:
                 pages = pages_of(next_keys, origin, seq_len, view, table_stride, C)
-        scores = score(q_main, tile_k, None, C.tiles.keys_first)
+        scores = score(q_main, tile_k, raised_scores, C.tiles.keys_first)
         if C.tiles.dk_rest > 0:
             if SHARED and C.tiles.block_m >= 64:
                 # As a sum of two products: every warpgroup would compute all of one that adds to
@@ -159,7 +188,12 @@ def attend_tiles(
                 scores = tl.fma(score(q_rest, rest_k, None, C.tiles.keys_first), 1.0, scores)
             else:
                 scores = score(q_rest, rest_k, scores, C.tiles.keys_first)
-        key_scales = load_folded(k, k_scale_place, K_BY_KEY)
+        if PAIRS:
+            key_scales = load_pair_scales(
+                k, K_STRIDES, even_keys, last, pages, kv_head, table, K_BY_KEY, C
+            )
+        else:
+            key_scales = load_folded(k, k_scale_place, K_BY_KEY)
         if key_scales is not None:
             scores *= key_scales[:, None] if C.tiles.keys_first else key_scales[None, :]
         if K_WORDS and UNITS_FIRST:
@@ -187,12 +221,19 @@ def attend_tiles(
         else:
             if not C.tiles.values_first:
                 v_scale_place = keys  # unused without scales
-                if not BOXED:
+                if not BOXED and not PAIRS:
                     place = key_offsets(safe_keys, pages, v_page, v_key, table, C)
                     v_scale_place = scale_offsets(
                         v, V_STRIDES, safe_keys, pages, kv_head, table, V_FORMAT, C
                     )
-                if V_WORDS:
+                if PAIRS:
+                    tile_v = load_value_pairs(
+                        v, even_keys, last, pages, v_page, v_key, kv_head, table, V_FORMAT, C,
+                    )  # fmt: skip
+                    value_scales = load_pair_scales(
+                        v, V_STRIDES, even_keys, last, pages, kv_head, table, V_BY_KEY, C
+                    )
+                elif V_WORDS:
                     tile_v = load_words(
                         v, safe_keys, pages, v_page, v_key, kv_head, v_scale_place, table,
                         C.tiles.block_dv, V_FORMAT, False, C,
@@ -204,7 +245,8 @@ def attend_tiles(
                     )  # fmt: skip
                 if not BOXED:
                     pages = pages_of(next_keys, origin, seq_len, view, table_stride, C)
-            value_scales = load_folded(v, v_scale_place, V_BY_KEY)
+            if not PAIRS:
+                value_scales = load_folded(v, v_scale_place, V_BY_KEY)
         # Between scores and weights, where the sums of the tile before are waited for anyway.
         if closes_inside(C):  # noqa: SIM102 - one is known when compiling, the other is not
             if index == fold[2]:
@@ -220,6 +262,6 @@ def attend_tiles(
             else:
                 state = update_state(
                     state, scores, scale, tile_v, value_scales, None if UNITS_FIRST else row_units,
-                    V_WORDS and V_BY_KEY, C.tiles.keys_first,
+                    V_WORDS and V_BY_KEY, C.tiles.keys_first, PAIRS,
                 )  # fmt: skip
     return state, fold
