@@ -26,6 +26,7 @@ from anabranch.models.empty import num_weight_bytes  # noqa: E402
 from anabranch.models.join import join_projections  # noqa: E402
 from anabranch.models.latent_attention import LatentAttention, use_latent_attention  # noqa: E402
 from anabranch.runner import latent_step  # noqa: E402
+from anabranch.runner.graphs import GraphKey  # noqa: E402
 from anabranch.runner.host_lens import HostLens  # noqa: E402
 from anabranch.runner.model_attention import NAME, register  # noqa: E402
 from anabranch.sampling.params import SamplingParams  # noqa: E402
@@ -125,6 +126,26 @@ def test_every_form_of_attention_gives_the_same_logits(
     assert all(calls.values()), calls
     assert layouts[0::2] == layouts[1::2], "two layers share one"
     assert any(len(layout.pieces) > 1 for layout in layouts)
+
+
+def test_warming_up_expands_prompts_in_groups(
+    saved: tuple[Any, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both a fresh prompt and one over a long context, whose pages are left as they were."""
+    llm = LLM(saved[1], device="cpu", page_size=4, max_model_len=256)
+    before = [cache.k.clone() for cache in layer_caches(llm)]
+    contexts: list[int] = []
+    expand = latent_step.attend_latent_prompt
+
+    def observed(*given: Any, **options: Any) -> Any:
+        contexts.extend(options["context_lens"])
+        return expand(*given, **options)
+
+    monkeypatch.setattr(latent_step, "attend_latent_prompt", observed)
+    llm.engine._launcher._built.runner.warm_up([GraphKey(64, 1), GraphKey(1, 1)])
+    assert set(contexts) == {0, 256 - 64}
+    for cache, old in zip(layer_caches(llm), before, strict=True):
+        assert torch.equal(cache.k, old)
 
 
 def test_weights_stay_one_copy(saved: tuple[Any, str]) -> None:

@@ -15,6 +15,7 @@ from anabranch.kernels.cpu.waiting import CoreSharing
 from anabranch.runner.cache_rows import CacheRows
 from anabranch.runner.dealt_step import DealtPages
 from anabranch.runner.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
+from anabranch.runner.host_lens import HostLens
 from anabranch.runner.kv_cache import LayerCache
 from anabranch.runner.model_attention import Layers, bind_layers, running
 from anabranch.runner.step import Step
@@ -24,6 +25,8 @@ from anabranch.runner.step_layout import SHORT, WHOLE, DecodeWay, Scorer, StepLa
 from anabranch.runner.step_work import StepWork
 from anabranch.sequences.scheduled import Scheduled
 from anabranch.tree import MAX_NODES, DraftTree
+
+WARM_CONTEXT = 32768  # keys before a prompt: enough that its heads are expanded in groups
 
 
 class StepLogits(NamedTuple):
@@ -248,6 +251,16 @@ class ModelRunner:
                 tree = inputs.tree(key.num_tokens, key.batch)
                 step = self._even_step(inputs, key.num_tokens, key.batch, tree=tree)
                 self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1), tree)
+            if self._fresh_prompts and key.batch == 1 and key.q_len > SHORT:
+                self._warm_up_prompts(inputs, key.q_len)
+
+    def _warm_up_prompts(self, inputs: StepInputs, q_len: int) -> None:
+        """Prompts over latent rows whose lengths are known: heads are expanded in groups."""
+        for context in (0, WARM_CONTEXT):
+            step = self._even_step(inputs, q_len, 1, is_fresh=not context)
+            room = step.entries[0].page_table.shape[1] * self.page_size
+            step.host_lens = HostLens((q_len,), (min(context, room - q_len),))
+            self._forward(inputs, step, q_len, inputs.logit_rows(1))
 
     def _captured(self, num_tokens: int, num_seqs: int, key: GraphKey) -> torch.Tensor:
         inputs = self._inputs[0]
