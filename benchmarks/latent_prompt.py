@@ -5,7 +5,7 @@
 A chunk of a prompt meets a context of latent rows, whose keys and values are expanded for groups of
 heads and in pieces.
 Budgets take turns, so that clocks and temperature are the same for all; times are medians by CUDA
-events, from one call to the next as a caller sees it. Extra memory is the peak beside the inputs
+events, from one call to the next, as layers of a step follow each other and share a layout. Extra memory is the peak beside the inputs
 and the result. Two heads of some tokens are checked in float64 before anything is timed.
 """
 
@@ -15,8 +15,9 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ from hopper import header
 
 from anabranch import LatentKV, UpProjection, attend_latent_prompt
 from anabranch.bench.timing import event_us
+from anabranch.prompt_pieces import PromptLayout, make_prompt_layout
 from anabranch.prompt_workspace import MIB
 from anabranch.state import AttentionState
 
@@ -32,6 +34,7 @@ SCALE = (NOPE + ROTARY) ** -0.5
 UNLIMITED = 1 << 20  # MiB
 BUDGETS = (UNLIMITED, 256, 64)
 ROUNDS = 7
+LAYERS = 5  # calls after one another, of which the first is not counted
 CHECKED_TOKENS = 16
 
 
@@ -69,10 +72,19 @@ class PromptInputs(NamedTuple):
     up: UpProjection
     context: int
 
-    def run(self, budget: int) -> AttentionState:
+    def run(self, budget: int, layout: PromptLayout | None = None) -> AttentionState:
         """One call under a budget in MiB."""
-        lens = {"q_lens": [len(self.q)], "context_lens": [self.context]}
-        return attend_latent_prompt(*self[:4], **lens, scale=SCALE, max_workspace_mib=budget)
+        options = {"scale": SCALE, "max_workspace_mib": budget, "layout": layout}
+        return attend_latent_prompt(*self[:4], **self.lens(), **options)
+
+    def layout(self, budget: int) -> PromptLayout:
+        """How the prompt is cut, which layers share."""
+        options = {"page_size": PAGE, "max_workspace_mib": budget}
+        return make_prompt_layout(self.up, self.rows.shape[1], **self.lens(), **options)
+
+    def lens(self) -> dict[str, list[int]]:
+        """Of the one sequence."""
+        return {"q_lens": [len(self.q)], "context_lens": [self.context]}
 
 
 def make_inputs(case: PromptCase, device: torch.device) -> PromptInputs:
@@ -125,11 +137,13 @@ def measure(case: PromptCase) -> Iterator[dict[str, object]]:
     for budget in BUDGETS:
         check(inputs, inputs.run(budget))
     memory = {budget: extra_mib(inputs, budget) for budget in BUDGETS}
+    layouts = {budget: inputs.layout(budget) for budget in BUDGETS}
     samples: dict[int, list[float]] = {budget: [] for budget in BUDGETS}
     for turn in range(ROUNDS):
         for place in range(len(BUDGETS)):
             budget = BUDGETS[(turn + place) % len(BUDGETS)]
-            samples[budget].append(event_us([lambda b=budget: inputs.run(b)] * 2)[1])
+            call = partial(inputs.run, budget, layouts[budget])
+            samples[budget].append(mean(event_us([call] * LAYERS)[1:]))
     unlimited = median(samples[UNLIMITED])
     for budget in BUDGETS:
         us = median(samples[budget])
