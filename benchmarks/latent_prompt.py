@@ -3,10 +3,10 @@
     python benchmarks/latent_prompt.py --out benchmarks/results/latent/h200-prompt.json
 
 A chunk of a prompt meets a context of latent rows, whose keys and values are expanded for groups of
-heads and in pieces.
-Budgets take turns, so that clocks and temperature are the same for all; times are medians by CUDA
-events, from one call to the next, as layers of a step follow each other and share a layout. Extra memory is the peak beside the inputs
-and the result. Two heads of some tokens are checked in float64 before anything is timed.
+heads and in pieces. Budgets take turns, so that clocks and temperature are the same for all; times
+are medians by CUDA events, from one call to the next, as the layers of a step follow each other and
+share a layout. Extra memory is the peak beside the inputs and the result. Two heads of some tokens
+are checked in float64 before anything is timed.
 """
 
 from __future__ import annotations
