@@ -172,7 +172,11 @@ def select_attend(
             boxed = box_keys > 0 and box_keys % 64 == 0
             may_merge_apart = fused_merge is not True
             return _select_latent(rows_per_seq, num_pairs, boxed, quantised, may_merge_apart)
-        return _select_wide(rows_per_seq, itemsize, latent)
+        config = _select_wide(rows_per_seq, itemsize, latent)
+        if latent and num_pairs <= 8 and itemsize == 2 and fused_merge is not True:
+            apart = {"fused_merge": False, "merge_rows": 1, "merge_batch": 16, "least_share": 2}
+            return replace(config, **apart)
+        return config
     if itemsize == 4:
         rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
         return AttendConfig(rows, 32, num_warps=4, num_stages=2, workers_per_sm=1)
