@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import bar_arrive, bar_sync, exp2, hidden_zero
 from anabranch.kernels.gluon.latent_copies import (
@@ -164,7 +165,9 @@ def consume_latent(
     worker, pack = gl.program_id(0) // C.num_packs, gl.program_id(0) % C.num_packs
     done = 0  # tiles
     taken = 0  # items
-    walk = begin_walk(schedule_ptr, worker, C)
+    if C.overlap:
+        gdc_wait()
+    walk = begin_walk(schedule_ptr, worker, W)
     _, block, tiles, _ = take_item(schedule_ptr, walk, worker, W)
     while tiles[0] < tiles[1]:
         _, first_row, q_start, q_len, seq_len = block

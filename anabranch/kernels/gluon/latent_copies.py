@@ -7,6 +7,7 @@ are announced and freed apart.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import bar_sync
 from anabranch.kernels.gluon.copies import copy_tile, tile_pages
@@ -68,7 +69,9 @@ def produce_latent(
     worker, pack = gl.program_id(0) // C.num_packs, gl.program_id(0) % C.num_packs
     done = 0  # tiles
     taken = 0  # items
-    walk = begin_walk(schedule_ptr, worker, C)
+    if C.overlap:
+        gdc_wait()
+    walk = begin_walk(schedule_ptr, worker, W)
     walk, block, tiles, _ = take_item(schedule_ptr, walk, worker, W)
     while tiles[0] < tiles[1]:
         origin, first_row, q_start, _, seq_len = block

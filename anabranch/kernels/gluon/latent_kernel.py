@@ -77,7 +77,7 @@ def attend_latent_kernel(
     C: gl.constexpr,  # LatentConstants
 ):  # fmt: skip
     """Attend to the items of each worker's share: two consumers and a producer."""
-    if C.overlap:  # global memory is not touched before `begin_walk`
+    if C.overlap:  # each partition waits for the kernel ahead before it touches global memory
         gdc_launch_dependents()
         prefetch_maps(C)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -6,7 +6,6 @@ schedule is fixed, so nothing has to be handed from one to another.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.triton.schedule_layout import (
     HEADER,
@@ -19,14 +18,8 @@ from anabranch.kernels.triton.schedule_layout import (
 
 
 @triton.jit
-def begin_walk(schedule_ptr, worker, C: tl.constexpr):
-    """(unit, block, place): the first unit, the block it lies in, and where that is written.
-
-    Every partition begins with it, so it waits for the kernel ahead.
-    """
-    if C.overlap:
-        gdc_wait()
-    W: tl.constexpr = C.work
+def begin_walk(schedule_ptr, worker, W: tl.constexpr):
+    """(unit, block, place): the first unit, the block it lies in, and where that is written."""
     worker = tl.minimum(worker, W.division.num_workers - 1)
     place = HEADER + worker * WORKER
     return worker * tl.load(schedule_ptr), tl.load(schedule_ptr + place), place + 8
