@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,6 +50,7 @@ class PromptLayout:
     num_heads: int  # expanded at once
     pieces: list[PromptPiece]
     index: torch.Tensor  # int32: where the sequences of every call begin
+    fused_merge: bool | None  # as in make_plan
     cuts_blocks: bool  # plans have room for parts, so only one of them is kept
     _plans: dict[int, Plan] = field(default_factory=dict[int, Plan])  # by a call's place in index
 
@@ -72,7 +73,8 @@ class PromptLayout:
         if plan is None:
             if self.cuts_blocks:
                 self._plans.clear()
-            plan = make_plan(q, source, cu_seqlens_q=starts, causal=call.causal)
+            options: Any = {"causal": call.causal, "fused_merge": self.fused_merge}
+            plan = make_plan(q, source, cu_seqlens_q=starts, **options)
             self._plans[call.q_bounds.start] = plan
         return plan
 
@@ -85,6 +87,7 @@ def make_prompt_layout(
     context_lens: Sequence[int],
     page_size: int,
     max_workspace_mib: float = 256,
+    fused_merge: bool | None = None,
 ) -> PromptLayout:
     """Cut prompts over rows of this width so that what is allocated stays within the budget."""
     lens = PromptLens(tuple(q_lens), tuple(context_lens))
@@ -94,7 +97,7 @@ def make_prompt_layout(
     device = up.weight.device
     index = torch.tensor(cutter.index, dtype=torch.int32, pin_memory=device.type == "cuda")
     on_device = index.to(device, non_blocking=True)
-    return PromptLayout(lens, space.num_heads, pieces, on_device, space.cuts_blocks)
+    return PromptLayout(lens, space.num_heads, pieces, on_device, fused_merge, space.cuts_blocks)
 
 
 class PieceCutter:

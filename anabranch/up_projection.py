@@ -47,7 +47,7 @@ class UpProjection(NamedTuple):
         """Queries [num_tokens, num_heads, dim] that score latent rows as they are."""
         rank, nope = self.rank, self.head_dim_nope
         absorbed = q.new_empty(*q.shape[:2], rank + q.shape[2] - nope)
-        if _are_few(q):
+        if _are_few(q) and self.weight.stride(2) == 1:
             from anabranch.kernels.triton.absorb_queries import absorb_queries
 
             absorb_queries(q, self.weight, absorbed, overlap=has_overlap(q.device))

@@ -78,6 +78,14 @@ def test_mix(num_tokens: int, top_k: int, dtype: torch.dtype) -> None:
     assert_close(mix_experts(*given).cpu(), exact.cpu(), mixed(*given).cpu())
 
 
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_choices_may_have_any_strides(num_tokens: int) -> None:
+    x, experts, weights, *rest = operands(num_tokens, 2, torch.float32)
+    wide = [torch.stack([each, each * 0], 2).flatten(1)[:, ::2] for each in (experts, weights)]
+    assert wide[0].stride() == (4, 2)
+    assert torch.equal(mix_experts(x, *wide, *rest), mix_experts(x, experts, weights, *rest))
+
+
 def test_no_tokens() -> None:
     assert mix_experts(*operands(0, 2, torch.float16)).shape == (0, K)
 

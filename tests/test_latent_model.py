@@ -142,7 +142,7 @@ def test_warming_up_expands_prompts_in_groups(
         return expand(*given, **options)
 
     monkeypatch.setattr(latent_step, "attend_latent_prompt", observed)
-    llm.engine._launcher._built.runner.warm_up([GraphKey(64, 1), GraphKey(1, 1)])
+    llm.engine._launcher._built.runner.warm_up([GraphKey(64, 1), GraphKey(1, 1), GraphKey(512, 1)])
     assert set(contexts) == {0, 256 - 64}
     for cache, old in zip(layer_caches(llm), before, strict=True):
         assert torch.equal(cache.k, old)

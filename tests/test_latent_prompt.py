@@ -203,6 +203,40 @@ def test_memory_stays_under_the_budget(
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("lens", [([600], [900]), ([0, 300, 1, 260], [4, 0, 700, 1030])], ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [(8, 10**6, 10**6, False), (4, 400, 128, False), (2, 300, 200, True)],
+    ids=str,
+)
+def test_layers_share_plans_on_a_gpu(
+    lens: tuple[list[int], list[int]],
+    sizes: tuple[int, int, int, bool],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """DeepSeek's widths in bfloat16; a plan is kept, or thrown away where blocks may be cut."""
+    torch.manual_seed(0)
+    nope, rotary, value, rank = 128, 64, 128, 512
+    for name, size in {"NOPE": nope, "ROTARY": rotary, "VALUE": value, "RANK": rank}.items():
+        monkeypatch.setitem(globals(), name, size)
+    monkeypatch.setitem(globals(), "WIDTH", rank + rotary)
+    monkeypatch.setitem(globals(), "SCALE", (nope + rotary) ** -0.5)
+    monkeypatch.setattr(prompt_pieces, "choose_workspace", lambda *_: Workspace(*sizes))
+    up = random_up()
+    up = up._replace(weight=up.weight.cuda().bfloat16())
+    given: Any = {"q_lens": lens[0], "context_lens": lens[1]}
+    layout = make_prompt_layout(up, WIDTH, page_size=PAGE, **given)
+    for _ in range(2):
+        q, rows, keys = random_prompt(*lens)
+        tensors = (keys.cache.cuda().bfloat16(), keys.page_table.cuda(), keys.seq_lens.cuda())
+        keys = LatentKV(*tensors, head_dim_v=rank)
+        q, rows = q.cuda().bfloat16(), rows.cuda().bfloat16()
+        found = attend_latent_prompt(q, rows, keys, up, **given, scale=SCALE, layout=layout)
+        plain, double = (exact(q, keys, up, lens[0], x) for x in (torch.bfloat16, torch.float64))
+        assert_state_close(found, double, plain)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("num_heads", "num_tokens", "budget"),
     [(16, 300, 64), (16, 8192, 64), (128, 2048, 256), (128, 8192, 256)],

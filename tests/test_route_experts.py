@@ -17,7 +17,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # noqa: E402
     DeepseekV3TopkRouter,
 )
 
-from anabranch.kernels.route_config import fit_route, select_route  # noqa: E402
+from anabranch.kernels.route_config import fit_route, select_route, shared_bytes_of  # noqa: E402
 from anabranch.kernels.triton.route_experts import num_places  # noqa: E402
 from anabranch.models import router as module  # noqa: E402
 from anabranch.models.router import route_experts, use_router  # noqa: E402
@@ -199,6 +199,7 @@ def test_tiles_fit() -> None:
                     config, itemsize=itemsize, shared_bytes=shared << 10, hopper=shared == 227
                 )
                 assert not fitted.overlap or shared == 227
+                assert shared_bytes_of(fitted, itemsize) <= shared << 10
         assert config.splits == 1 and config.block_e == min(places, 128)
 
 

@@ -49,6 +49,14 @@ def test_absorbed_queries(
     assert torch.equal(ours[..., rank:], theirs[..., rank:])
 
 
+def test_a_weight_in_another_order_is_multiplied_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(32, 2, 20, device=DEVICE).permute(1, 2, 0)
+    q = torch.randn(3, 2, 24, device=DEVICE)
+    expected = UpProjection(weight.contiguous(), 16).absorb(q)
+    monkeypatch.setattr(module, "_are_few", lambda x: True)
+    torch.testing.assert_close(UpProjection(weight, 16).absorb(q), expected)
+
+
 @pytest.mark.gpu
 def test_few_tokens_in_16_bits_go_to_the_kernel() -> None:
     x = torch.zeros(FEW_TOKENS + 1, 1, 8, device="cuda", dtype=torch.bfloat16)

@@ -73,7 +73,6 @@ class ExpertTiles:
     block_n: int = 256
     block_k: int = 64
     stages: int = 4
-    gathers: bool = True  # rows of the first product by token, without a copy in order
 
 
 def select_expert_tiles(num_rows: int, num_experts: int) -> ExpertTiles | None:
@@ -88,11 +87,15 @@ class ExpertConstants:
     block_n: int
     block_k: int
     stages: int
-    gathers: bool
     experts: int  # a power of two
     top_k: int
     gated: bool
     even: bool  # whether block_k divides the columns
+
+    @property
+    def gathers(self) -> bool:
+        """Rows of the first product are gathered by token; those of the second lie in order."""
+        return self.gated
 
     @property
     def columns(self) -> int:
@@ -127,5 +130,4 @@ def expert_constants(
 ) -> ExpertConstants:
     """Join tiles with the shapes of a call."""
     experts = max(power_of_two(num_experts), 32)
-    given = asdict(tiles) | {"gathers": tiles.gathers and gated}
-    return ExpertConstants(**given, experts=experts, top_k=top_k, gated=gated, even=even)
+    return ExpertConstants(**asdict(tiles), experts=experts, top_k=top_k, gated=gated, even=even)

@@ -54,12 +54,14 @@ def fit_route(
 ) -> RouteConfig:
     """The configuration as a GPU can run it: overlapping came with Hopper."""
     config = replace(config, overlap=config.overlap and hopper)
-    while _shared_bytes(config, itemsize) > shared_bytes and config.num_stages > 1:
+    while shared_bytes_of(config, itemsize) > shared_bytes and config.num_stages > 1:
         config = replace(config, num_stages=config.num_stages - 1)
+    while shared_bytes_of(config, itemsize) > shared_bytes and config.block_k > 16:
+        config = replace(config, block_k=config.block_k // 2)
     return config
 
 
-def _shared_bytes(config: RouteConfig, itemsize: int) -> int:
+def shared_bytes_of(config: RouteConfig, itemsize: int) -> int:
     tile = (config.block_m + config.block_e) * config.block_k
     return tile * itemsize * config.num_stages
 

@@ -85,9 +85,9 @@ def _mix(
     x = x.contiguous()
     integers = partial(torch.empty, dtype=torch.int32, device=x.device)
     order, starts, counters = integers(num_rows), integers(num_experts + 1), integers(2)
-    order_experts(experts.reshape(-1), order, starts, counters)
+    order_experts(experts.reshape(-1).contiguous(), order, starts, counters)
     inner, outer = x.new_empty(num_rows, n), x.new_empty(num_rows, k)
-    weights = weights.reshape(-1)
+    weights = weights.reshape(-1).contiguous()
     tiles = select_expert_tiles(num_rows, num_experts)
     if tiles is not None and _takes_boxes(x, gate_up, down):
         from anabranch.kernels.gluon import expert_kernel as hopper
@@ -128,9 +128,10 @@ def _mix_row(
     from anabranch.kernels.triton.expert_row import gate_row, project_row
 
     y, inner = x.new_empty(x.shape), x.new_empty(experts.shape[1], down.shape[2])
-    row, chosen, overlap = x.reshape(-1), experts.reshape(-1), has_overlap(x.device)
-    gate_row(row.contiguous(), gate_up, chosen, inner, overlap=overlap)
-    project_row(inner, down, chosen, weights.reshape(-1), y[0], overlap=overlap)
+    row, chosen, weights = (given.reshape(-1).contiguous() for given in (x, experts, weights))
+    overlap = has_overlap(x.device)
+    gate_row(row, gate_up, chosen, inner, overlap=overlap)
+    project_row(inner, down, chosen, weights, y[0], overlap=overlap)
     return y
 
 
@@ -184,4 +185,4 @@ def _mix_experts_op(
 
 @_mix_experts_op.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(x: torch.Tensor, *_: object) -> torch.Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)

@@ -259,7 +259,7 @@ class ModelRunner:
         for context in (0, WARM_CONTEXT):
             step = self._even_step(inputs, q_len, 1, is_fresh=not context)
             room = step.entries[0].page_table.shape[1] * self.page_size
-            step.host_lens = HostLens((q_len,), (min(context, room - q_len),))
+            step.host_lens = HostLens((q_len,), (max(min(context, room - q_len), 0),))
             self._forward(inputs, step, q_len, inputs.logit_rows(1))
 
     def _captured(self, num_tokens: int, num_seqs: int, key: GraphKey) -> torch.Tensor:

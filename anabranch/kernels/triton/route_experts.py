@@ -49,10 +49,11 @@ def route_experts(
         triton.cdiv(num_tokens, config.block_m),
         num_places(num_experts, num_groups),
     )
-    parts = config.splits * (places // config.block_e)
+    splits = min(config.splits, triton.cdiv(x.shape[1], config.block_k))
+    parts = splits * (places // config.block_e)
     sums = None
     if parts > 1:
-        shape = config.splits, num_tokens, places
+        shape = splits, num_tokens, places
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
         if arrived is None or arrived.shape[0] < num_blocks:
             arrived = torch.zeros(num_blocks, dtype=torch.int32, device=x.device)
@@ -83,7 +84,7 @@ def route_experts(
         BLOCK_M=config.block_m,
         BLOCK_E=config.block_e,
         BLOCK_K=min(config.block_k, max(power_of_two(x.shape[1]), 16)),
-        SPLITS=config.splits,
+        SPLITS=splits,
         OVERLAP=config.overlap,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
