@@ -155,16 +155,17 @@ def select_attend(
     latent: bool = False,
     quantised: bool = False,
     code_pairs: bool = False,
+    int8_codes: bool = False,
     box_keys: int = 0,
     fused_merge: bool | None = None,
 ) -> AttendConfig:
     """Tiles by how many query rows (tokens times group) a sequence has on average.
 
     `num_pairs` is sequences times kv heads; with `latent`, values are columns of keys; `quantised`
-    where keys, values or both are, `code_pairs` where both are loaded by pairs; `box_keys` keys of
-    a page can be copied as a box, none if it is 0; `fused_merge` is None where parts may be merged
-    either way. Microseconds are medians on an H200, bfloat16, 32/8 heads of 128 unless said
-    otherwise.
+    where keys, values or both are, `code_pairs` where both are loaded by pairs, `int8_codes` where
+    one of them is int8; `box_keys` keys of a page can be copied as a box, none if it is 0;
+    `fused_merge` is None where parts may be merged either way. Microseconds are medians on an H200,
+    bfloat16, 32/8 heads of 128 unless said otherwise.
     """
     head_dim = max(head_dim_k, head_dim_v)
     if head_dim > WIDE:
@@ -181,7 +182,9 @@ def select_attend(
         rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
         return AttendConfig(rows, 32, num_warps=4, num_stages=2, workers_per_sm=1)
     if quantised and (rows_per_seq <= 32 or rows_per_seq > 64):
-        return _select_decoding(rows_per_seq, head_dim, code_pairs)
+        if code_pairs and rows_per_seq <= 8:
+            return _select_pairs(num_pairs, int8_codes)
+        return _select_decoding(rows_per_seq, head_dim)
     if rows_per_seq <= 32:
         return _select_short(16 if rows_per_seq <= 16 else 32, rows_per_seq, num_pairs, head_dim)
     if rows_per_seq <= 64:
@@ -209,7 +212,21 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
     return config(64, 4, 3, 2, **merge, block_price=4)
 
 
-def _select_decoding(rows_per_seq: float, head_dim: int, code_pairs: bool) -> AttendConfig:
+def _select_pairs(num_pairs: int, int8_codes: bool) -> AttendConfig:
+    """Codes of 8 bits by pairs of keys, in the registers of two or four workers a processor.
+
+    64 x 8192, bfloat16 484, two workers with 128 keys and four with 64: fp8 with one scale a tensor
+    267 and 274, fp8 285 and 291, int8 317 and 296, which takes more registers. 1 x 32768, bfloat16
+    43.4: 30.9 and 38.1, 31.7 and 39.1, 34.5 and 40.0.
+    """
+    # Without groups of fixed parts: their sums would be spilled in every tile.
+    config = partial(AttendConfig, 8, keys_first=True, merge_rows=4, merge_batch=8, group_parts=1)
+    if int8_codes and num_pairs >= 256:
+        return config(64, 4, 3, 4, max_registers=128, part_tiles=8)
+    return config(128, 4, 3, 2, part_tiles=4)
+
+
+def _select_decoding(rows_per_seq: float, head_dim: int) -> AttendConfig:
     """Quantised keys: converting codes takes issue slots, so three workers share a processor.
 
     64 x 8192, bfloat16 487: fp8 with one scale a tensor 287 (in tiles of 128 keys 328), fp8 320
@@ -218,18 +235,14 @@ def _select_decoding(rows_per_seq: float, head_dim: int, code_pairs: bool) -> At
     if rows_per_seq > 64:
         warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
         return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
-    # Without groups of fixed parts: their sums would be spilled in every tile.
-    parts = {"part_tiles": 8, "group_parts": 1}
-    if code_pairs and rows_per_seq <= 8:
-        config = partial(AttendConfig, 8, 64, 4, 3, 4, keys_first=True, max_registers=128)
-        return config(merge_rows=4, merge_batch=8, **parts)
     rows = 16 if rows_per_seq <= 16 else 32
     config = partial(
         AttendConfig, rows, merge_rows=4, merge_batch=8 if head_dim <= 128 else 4, part_tiles=4
     )
     if head_dim > 128:
         return config(32, 4, 3, 2 if rows == 16 else 1)
-    if rows == 16:
+    if rows == 16:  # without groups, as by pairs
+        parts = {"part_tiles": 8, "group_parts": 1}
         return config(64, 4, 3, 3, keys_first=True, max_registers=168, **parts)
     return config(64, 4, 3, 2, keys_first=True)
 
