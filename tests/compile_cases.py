@@ -192,10 +192,10 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
         yield f"decode {name}", partial(stored, 4, name, shared_memory)
     yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
     few = partial(stored, 4, "int8", shared_memory, num_pairs=8)
-    yield "decode int8, one sequence", few
-    yield "decode int8, 16 rows", partial(stored, 16, "int8", shared_memory)
-    yield "decode int8, pages of 64", partial(stored, 4, "int8", shared_memory, page_size=64)
-    yield "decode int8, 256 dims", partial(stored, 4, "int8", shared_memory, head_dim=256)
+    yield "decode one sequence of int8", few
+    yield "decode 16 rows of int8", partial(stored, 16, "int8", shared_memory)
+    yield "decode pages of 64, int8", partial(stored, 4, "int8", shared_memory, page_size=64)
+    yield "decode 256 dims of int8", partial(stored, 4, "int8", shared_memory, head_dim=256)
     yield "prefill int8", partial(stored, 128, "int8", shared_memory)
 
 

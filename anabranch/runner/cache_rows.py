@@ -25,8 +25,8 @@ def token_rows(cache: LayerCache) -> Iterator[torch.Tensor]:
         if memory not in seen:  # values may be columns of the keys
             seen.add(memory)
             num_slots = value.shape[0] * value.shape[1]
-            parts = [value] if value.is_contiguous() else value.unbind(2)
-            for part in parts:
+            has_rows = value.is_contiguous() and value.shape[2] > 1
+            for part in [value] if has_rows else value.unbind(2):
                 yield part.view(num_slots, -1).view(torch.uint8)
 
 

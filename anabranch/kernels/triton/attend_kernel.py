@@ -47,7 +47,7 @@ from anabranch.kernels.triton.schedule_layout import (
     read_worker,
     units_of,
 )
-from anabranch.keys import KeyView
+from anabranch.keys import KeyView, ScaleStore
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -68,7 +68,7 @@ def attend(
     if table is not None:
         constants = with_page_strides(constants, (*view.k[1:3], *view.v[1:3]))
     if view.k.scales or view.v.scales:
-        strides = (None if x.scales is None else x.scales[1:3] for x in (view.k, view.v))
+        strides = (scale_strides(x.scales) for x in (view.k, view.v))
         halves = q.element_size() == 2 and not view.values_in_keys
         words = (halves and in_words(x) for x in (view.k, view.v))
         pairs = halves and in_pairs(view)
@@ -98,6 +98,13 @@ def attend(
         **program.options,
         **({"launch_pdl": True} if constants.overlap else {}),
     )
+
+
+def scale_strides(scales: ScaleStore | None) -> tuple[int, int, int | None] | None:
+    """As constants: of pages, keys and, unless heads lie first, of heads."""
+    if scales is None:
+        return None
+    return scales.page, scales.key, scales.head if scales.head < scales.page else None
 
 
 def list_heads(view: KeyView) -> tuple[int, int] | None:

@@ -19,6 +19,7 @@ from anabranch.kernels.triton.code_words import (
     permute_dims,
     transposed_halves,
 )
+from anabranch.kernels.triton.scales import head_offset
 from anabranch.keys import KeyView
 
 WIDTH: tl.constexpr = tl.constexpr(128)
@@ -91,7 +92,7 @@ def load_pair_words(
 ):  # fmt: skip
     """Words [pairs, 32] of even keys, and those of odd ones: BOUNDED, none after the last key.
 
-    Otherwise there may be one key after the last. It is in the same page, if never written.
+    Otherwise one key after the last may be read: it lies in the same page, written or not.
     """
     ptr = tl.cast(store.ptr, tl.pointer_type(tl.int32), bitcast=True)
     ptr += kv_head.to(tl.int64) * (store.head // 4)
@@ -158,17 +159,16 @@ def load_value_pairs(
 def load_pair_scales(
     store, strides, keys, last, pages, kv_head, table_ptr, BY_KEY: tl.constexpr, C: tl.constexpr
 ):
-    """The scale of each key in the order of `pair_rows`, or None; 0 after the last key."""
+    """The scale of each key in the order of `pair_rows`, or None; any number after the last key."""
     scales = None
     if BY_KEY:
         keys = tl.minimum(keys, last // 2 * 2)
         places = key_offsets(keys, pages, strides[0], strides[1], table_ptr, C)
         if strides[0] % 2 == 0 and strides[1] % 2 == 1:
             places = tl.multiple_of(places, 2)
-        ptr = store.scales.ptr + kv_head.to(tl.int64) * store.scales.head
+        ptr = store.scales.ptr + head_offset(store, strides, kv_head)
         both = tl.arange(0, 2)[None, :]
         scales = tl.load(ptr + places[:, None] + both * strides[1])
-        scales = tl.where(keys[:, None] + both <= last, scales, 0.0)
         PAIRS: tl.constexpr = keys.shape[0]
         scales = tl.permute(tl.reshape(scales, [PAIRS // 8, 8, 2]), [0, 2, 1])
         scales = tl.reshape(scales, [2 * PAIRS])

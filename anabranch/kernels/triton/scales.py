@@ -44,11 +44,19 @@ def scale_offsets(
 ):
     """Element offsets (int64) of the first scale of one head of each key.
 
-    `strides` are those of pages and keys, which are constants; that of heads may depend on how many
-    pages there are.
+    `strides` are those of pages, keys and, unless heads lie first, of heads, as constants.
     """
     offsets = keys  # unused without scales
     if FORMAT.scaling != "none":
         offsets = key_offsets(keys, pages, strides[0], strides[1], table_ptr, C)
-        offsets += kv_head.to(tl.int64) * store.scales.head
+        offsets += head_offset(store, strides, kv_head)
     return offsets
+
+
+@triton.jit
+def head_offset(store, strides, kv_head):
+    """The element offset (int64) of the scales of a head."""
+    head = store.scales.head
+    if strides[2] is not None:
+        head = strides[2]
+    return kv_head.to(tl.int64) * head

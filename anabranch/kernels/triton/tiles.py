@@ -229,6 +229,8 @@ def attend_tiles(
                     value_scales = load_pair_scales(
                         v, V_STRIDES, even_keys, last, pages, kv_head, table, V_BY_KEY, C
                     )
+                    if V_BY_KEY:
+                        value_scales = tl.where(keys <= last, value_scales, 0.0)
                 elif V_WORDS:
                     tile_v = load_words(
                         v, safe_keys, pages, v_page, v_key, kv_head, v_scale_place, table,
