@@ -150,7 +150,7 @@ def launch_stored(
     config = select_attend(
         rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
         latent=latent, quantised=format_name != "plain", code_pairs=in_pairs(view),
-        box_keys=box_keys(view) if boxed else 0,
+        int8_codes=view.k.format.name == "int8", box_keys=box_keys(view) if boxed else 0,
     )  # fmt: skip
     shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
     halves = in_words(view.k) and not latent
@@ -191,9 +191,11 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
     for name in ("fp8_tensor", "fp8", "int8", "q8_0"):
         yield f"decode {name}", partial(stored, 4, name, shared_memory)
     yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
-    yield "decode int8, 16 rows", partial(stored, 16, "int8", shared_memory)
-    yield "decode int8, pages of 64", partial(stored, 4, "int8", shared_memory, page_size=64)
-    yield "decode int8, 256 dims", partial(stored, 4, "int8", shared_memory, head_dim=256)
+    few = partial(stored, 4, "int8", shared_memory, num_pairs=8)
+    yield "decode one sequence of int8", few
+    yield "decode 16 rows of int8", partial(stored, 16, "int8", shared_memory)
+    yield "decode pages of 64, int8", partial(stored, 4, "int8", shared_memory, page_size=64)
+    yield "decode 256 dims of int8", partial(stored, 4, "int8", shared_memory, head_dim=256)
     yield "prefill int8", partial(stored, 128, "int8", shared_memory)
 
 

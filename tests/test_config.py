@@ -31,14 +31,25 @@ def test_hopper_has_room_for_quantised_keys(rows: int, workers: int) -> None:
     assert (fewer.workers_per_sm, fewer.max_registers) == (1, None)
 
 
-@pytest.mark.parametrize(("rows", "sides", "workers"), [(8, (8, 64), 4), (9, (16, 64), 3)])
-def test_few_rows_by_pairs_of_keys(rows: int, sides: tuple[int, int], workers: int) -> None:
-    """No tile is converted in shared memory, so that four programs fit."""
+@pytest.mark.parametrize(
+    ("rows", "pairs", "is_int8", "sides", "workers"),
+    [
+        (8, 512, False, (8, 128), 2),
+        (8, 512, True, (8, 64), 4),
+        (8, 64, True, (8, 128), 2),
+        (9, 512, False, (16, 64), 3),
+    ],
+)
+def test_few_rows_by_pairs_of_keys(
+    rows: int, pairs: int, is_int8: bool, sides: tuple[int, int], workers: int
+) -> None:
+    """No tile is converted in shared memory, so that four programs fit, or tiles of 128 keys."""
     dims = {"head_dim_k": 128, "head_dim_v": 128, "itemsize": 2}
     codes = {"code_words": True, "code_pairs": True}
     config = select_attend(
-        rows_per_seq=rows, num_pairs=512, **dims, quantised=True, code_pairs=True
-    )
+        rows_per_seq=rows, num_pairs=pairs, **dims, quantised=True, code_pairs=True,
+        int8_codes=is_int8,
+    )  # fmt: skip
     assert ((config.block_m, config.block_n), config.workers_per_sm) == (sides, workers)
     assert fit_shared_memory(config, 128, 128, 2, **HOPPER, **codes) == config
 

@@ -92,8 +92,7 @@ SPILLS = {
         "decode latent, boxes": 640,
         "decode latent, one sequence": 640,
         "decode latent q8_0": 256,
-        # 128 or 168 registers, for four or three programs a processor
-        **dict.fromkeys(("decode fp8", "decode int8", "decode q8_0"), 8),
+        "decode 16 rows of int8": 8,  # 168 registers, for three programs a processor
     },
     # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
     (HOPPER, "sm_90"): {"": 128, "every rule": 512, "256": 512},
@@ -109,7 +108,8 @@ SPILLS = {
 TOGETHER = {
     (ATTEND, "sm_90"): {
         "decode with fixed parts": (2, 228 * 1024),
-        "decode fp8": (4, 228 * 1024),
+        "decode fp8": (2, 228 * 1024),
+        "decode int8": (4, 228 * 1024),
     }
 }
 # Tiles that are never selected there: values that are columns of keys have to be copied.

@@ -166,21 +166,22 @@ def moved(rows: torch.Tensor, moves: tuple[torch.Tensor, ...]) -> torch.Tensor:
 @pytest.mark.parametrize("odd", [False, True], ids=["words", "bytes"])
 @pytest.mark.parametrize("impl", ["torch", "triton", pytest.param("gpu", marks=pytest.mark.gpu)])
 def test_rows_of_accepted_nodes_are_moved(impl: str, odd: bool) -> None:
-    """Codes and scales, and rows that are longer than what one program moves."""
+    """Codes, scales that lie heads first, and rows that are longer than what one program moves."""
     device = "cuda" if impl == "gpu" else "cpu"
     torch.manual_seed(0)
     shape, num_slots = (5, 16), 80
     caches = [
         LayerCache(torch.randn(*shape, 2, 8), torch.randn(*shape, 2, 600).to(torch.bfloat16)),
         LayerCache(
-            torch.randint(-9, 9, (*shape, 1, 8 - odd), dtype=torch.int8), torch.rand(*shape, 2)
+            torch.randint(-9, 9, (*shape, 1, 8 - odd), dtype=torch.int8),
+            torch.rand(2, *shape).permute(1, 2, 0),
         ),
     ]
     caches = [LayerCache(cache.k.to(device), cache.v.to(device)) for cache in caches]
     moves = random_moves(num_slots)
     stores = [rows for cache in caches for rows in token_rows(cache)]
-    assert [rows.shape[1] for rows in stores] == [64, 2400, 8 - odd, 8]
-    assert CacheRows(caches).word_bytes == (1 if odd else 8)
+    assert [rows.shape[1] for rows in stores] == [64, 2400, 8 - odd, 4, 4]
+    assert CacheRows(caches).word_bytes == (1 if odd else 4)
     expected = [moved(rows.cpu(), moves) for rows in stores]
     on_device = [part.to(device) for part in moves]
     if impl == "torch":

@@ -102,6 +102,39 @@ def test_words(page_size: int, name: str, device: str) -> None:
     check(case, "triton", replace(FEW_ROWS, keys_first=False))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["fp8", "int8", "q8_0"])
+def test_scales_of_any_strides(name: str, device: str) -> None:
+    """Heads first as `empty_store` lays them out, keys first, and in pages of their own."""
+    lengths = {"q_lens": (1, 2, 1), "k_lens": (70, 33, 1)}
+    case = replace(PAGED, dims=(128, 128), num_kv_heads=2, dtype=HALF, padding=0, **lengths)
+    case = replace(case, formats=(name, name), device=device)
+    q, keys, options = make_inputs(case, 0)
+    num_pages, page_size, _, *blocks = keys.k_scales.shape
+    width = blocks[0] if blocks else 1
+    strides = (page_size * width, width, num_pages * page_size * width)
+    assert keys.k_scales.stride()[:3] == strides
+    config = replace(FEW_ROWS, block_m=8, block_n=64)
+    names = ("cu_seqlens_q", "causal", "window", "tree_mask")
+    given = {name: options[name] for name in names}
+    new = [x.to(HALF) for x in keys.gather(0)]
+    table = keys.page_table[0, : -(-70 // page_size)].long()
+    slots = (table[:, None] * page_size + torch.arange(page_size, device=device)).flatten()[:70]
+    written = []
+    for order in (torch.clone, torch.Tensor.contiguous, by_pages):
+        scales = {name: order(getattr(keys, name)) for name in ("k_scales", "v_scales")}
+        other = replace(keys, **scales)
+        append_kv(other, *new, slots, impl="triton")
+        plan = make_plan(q, other, impl="triton", config=config, **given)
+        assert_right(attend(q, other, plan=plan, impl="triton", **options), q, other, options)
+        written.append(other.k_scales.nan_to_num())
+    assert torch.equal(written[0], written[1]) and torch.equal(written[0], written[2])
+
+
+def by_pages(scales: torch.Tensor) -> torch.Tensor:
+    return scales.transpose(1, 2).contiguous().transpose(1, 2)
+
+
 def test_codes_that_are_not_in_words() -> None:
     codes = torch.zeros(4, 8, 2, 128, dtype=torch.int8)
     scales = torch.ones(4, 8, 2)

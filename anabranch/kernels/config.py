@@ -83,13 +83,13 @@ def shared_bytes(
 ) -> int:
     """Shared memory of one program: tiles under way, queries, weights, a little for barriers.
 
-    `head_dim_v` is 0 where values are columns of the keys: small tiles of these are operands in
-    registers, and have one buffer less than stages. Codes in words are under way as bytes, and one
-    tile is converted at a time, by pairs of keys in registers.
+    `head_dim_v` is 0 where values are columns of the keys. Small tiles of these and pairs of codes
+    are operands in registers, and have one buffer less than stages. Codes in words are under way as
+    bytes, and unless they are pairs, one tile is converted at a time.
     """
     dim_k = sum(split_head_dim(head_dim_k))
     dim_v = max(16, power_of_two(head_dim_v)) if head_dim_v else 0
-    in_registers = not head_dim_v and config.block_m < 64 and config.block_n < 64
+    in_registers = code_pairs or (not head_dim_v and max(config.block_m, config.block_n) < 64)
     buffers = max(config.num_stages - in_registers, 1)
     tiles = itemsize * buffers * config.block_n * (dim_k + dim_v)
     if code_words:
@@ -155,16 +155,17 @@ def select_attend(
     latent: bool = False,
     quantised: bool = False,
     code_pairs: bool = False,
+    int8_codes: bool = False,
     box_keys: int = 0,
     fused_merge: bool | None = None,
 ) -> AttendConfig:
     """Tiles by how many query rows (tokens times group) a sequence has on average.
 
     `num_pairs` is sequences times kv heads; with `latent`, values are columns of keys; `quantised`
-    where keys, values or both are, `code_pairs` where both are loaded by pairs; `box_keys` keys of
-    a page can be copied as a box, none if it is 0; `fused_merge` is None where parts may be merged
-    either way. Microseconds are medians on an H200, bfloat16, 32/8 heads of 128 unless said
-    otherwise.
+    where keys, values or both are, `code_pairs` where both are loaded by pairs, `int8_codes` where
+    one of them is int8; `box_keys` keys of a page can be copied as a box, none if it is 0;
+    `fused_merge` is None where parts may be merged either way. Microseconds are medians on an H200,
+    bfloat16, 32/8 heads of 128 unless said otherwise.
     """
     head_dim = max(head_dim_k, head_dim_v)
     if head_dim > WIDE:
@@ -180,11 +181,13 @@ def select_attend(
     if itemsize == 4:
         rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
         return AttendConfig(rows, 32, num_warps=4, num_stages=2, workers_per_sm=1)
-    if quantised and (rows_per_seq <= 32 or rows_per_seq > 64):
-        return _select_decoding(rows_per_seq, head_dim, code_pairs)
+    if code_pairs and rows_per_seq <= 8:
+        return _select_pairs(num_pairs, int8_codes)
+    if quantised and rows_per_seq <= 32:
+        return _select_decoding(16 if rows_per_seq <= 16 else 32, head_dim)
     if rows_per_seq <= 32:
         return _select_short(16 if rows_per_seq <= 16 else 32, rows_per_seq, num_pairs, head_dim)
-    if rows_per_seq <= 64:
+    if rows_per_seq <= 64 or quantised:
         warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
         return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
     return _select_long(rows_per_seq, head_dim, window)
@@ -209,29 +212,32 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
     return config(64, 4, 3, 2, **merge, block_price=4)
 
 
-def _select_decoding(rows_per_seq: float, head_dim: int, code_pairs: bool) -> AttendConfig:
+def _select_pairs(num_pairs: int, int8_codes: bool) -> AttendConfig:
+    """Codes of 8 bits by pairs of keys. Times are for tiles of 128 keys, and of 64.
+
+    64 x 8192, bfloat16 484: fp8 with one scale a tensor 267 and 274, fp8 285 and 291, int8 317 and
+    296. 1 x 32768, bfloat16 43.4: 30.9 and 38.1, 31.7 and 39.1, 34.5 and 40.0.
+    """
+    # Without groups of fixed parts: their sums would be spilled in every tile.
+    config = partial(AttendConfig, 8, keys_first=True, merge_rows=4, merge_batch=8, group_parts=1)
+    if int8_codes and num_pairs >= 256:
+        return config(64, 4, 3, 4, max_registers=128, part_tiles=8)
+    return config(128, 4, 3, 2, part_tiles=4)
+
+
+def _select_decoding(rows: int, head_dim: int) -> AttendConfig:
     """Quantised keys: converting codes takes issue slots, so three workers share a processor.
 
     64 x 8192, bfloat16 487: fp8 with one scale a tensor 287 (in tiles of 128 keys 328), fp8 320
     (356), int8 330 (378), Q8_0 340 (393). A fourth worker, with 128 registers: 285, 318, 332, 415.
     """
-    if rows_per_seq > 64:
-        warps, workers = (4, 2) if head_dim <= 128 else (8, 1)
-        return AttendConfig(64, 64, warps, 2, workers, merge_rows=16, merge_batch=4)
-    # Without groups of fixed parts: their sums would be spilled in every tile.
-    parts = {"part_tiles": 8, "group_parts": 1}
-    if code_pairs and rows_per_seq <= 8:
-        config = partial(AttendConfig, 8, 64, 4, 3, 4, keys_first=True, max_registers=128)
-        return config(merge_rows=4, merge_batch=8, **parts)
-    rows = 16 if rows_per_seq <= 16 else 32
-    config = partial(
-        AttendConfig, rows, merge_rows=4, merge_batch=8 if head_dim <= 128 else 4, part_tiles=4
-    )
     if head_dim > 128:
-        return config(32, 4, 3, 2 if rows == 16 else 1)
-    if rows == 16:
-        return config(64, 4, 3, 3, keys_first=True, max_registers=168, **parts)
-    return config(64, 4, 3, 2, keys_first=True)
+        config = partial(AttendConfig, rows, 32, 4, 3, merge_rows=4, merge_batch=4, part_tiles=4)
+        return config(2 if rows == 16 else 1)
+    config = partial(AttendConfig, rows, 64, 4, 3, keys_first=True, merge_rows=4, merge_batch=8)
+    if rows == 16:  # without groups, as by pairs
+        return config(3, max_registers=168, part_tiles=8, group_parts=1)
+    return config(2, part_tiles=4)
 
 
 def _select_wide(rows_per_seq: float, itemsize: int, latent: bool) -> AttendConfig:

@@ -38,8 +38,9 @@ def empty_store(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Memory for keys [num_pages, page_size, num_kv_heads, head_dim] in a format, and its scales.
 
-    `dtype` is that of the queries. The scale of "fp8_tensor" is 1. `allocate` is called with a
-    shape, `dtype` and `device`.
+    `dtype` is that of the queries. The scale of "fp8_tensor" is 1. Scales of keys and blocks lie
+    heads first in memory: those of one head's neighbouring keys are loaded together. `allocate` is
+    called with a shape, `dtype` and `device`.
     """
     if format_name not in FORMATS:
         raise ValueError(f"a format must be one of {', '.join(FORMATS)}, got {format_name!r}")
@@ -51,9 +52,10 @@ def empty_store(
         return cache, torch.ones(1, dtype=torch.float32, device=device)
     if format_name == "q8_0":
         check_blocks("head_dim", shape[-1])
-        blocks = (*shape[:-1], shape[-1] // BLOCK)
-        return cache, allocate(blocks, dtype=torch.float16, device=device)
-    return cache, allocate(shape[:-1], dtype=torch.float32, device=device)
+        blocks = (shape[2], *shape[:2], shape[-1] // BLOCK)
+        return cache, allocate(blocks, dtype=torch.float16, device=device).permute(1, 2, 0, 3)
+    scales = allocate((shape[2], *shape[:2]), dtype=torch.float32, device=device)
+    return cache, scales.permute(1, 2, 0)
 
 
 def bytes_per_head(format_name: str, dim: int, dtype: torch.dtype) -> int:

@@ -136,21 +136,25 @@ class SelectedKV(KeySource):
 
     def view(self) -> KeyView:
         """Pages of one key, in whatever strides all keys of the other source have in common."""
-        view, by_head = self.keys.view(), self.indices.dim() == 3
+        view, num_kv_heads = self.keys.view(), 1
         num_pages, page_size, *_ = view.k.ptr.shape
-        sizes = (num_pages, page_size, self.keys.num_kv_heads if by_head else 1)
+        if self.indices.dim() == 3:
+            num_kv_heads = self.keys.num_kv_heads
+        # Scales may have another order of keys and heads than codes: one number finds a key only
+        finds_heads = num_kv_heads > 1 and view.k.scales is None and view.v.scales is None
+        sizes = (num_pages, page_size, num_kv_heads if finds_heads else 1)
         lists = KeyLists(
             self.indices.reshape(self.num_seqs, self.capacity),
             self.counts.reshape(-1),
             self.seqs,
             self.tokens_per_seq,
             self.lists_per_token,
-            sizes[2],
+            num_kv_heads,
             view.page_table,
             view.page_size,
             *common_steps(sizes, view.k, view.v),
         )
-        k, v = (in_steps(store, sizes, by_head) for store in (view.k, view.v))
+        k, v = (in_steps(store, sizes, finds_heads) for store in (view.k, view.v))
         weights = self.log_weights
         if weights is not None:
             weights = weights.reshape(lists.indices.shape).contiguous()

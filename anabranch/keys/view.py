@@ -59,7 +59,8 @@ class KeyLists(NamedTuple):
 
     A list names keys of one sequence of another source. In strides of a page of the view, key p of
     sequence i lies at `page * page_step + row * key_step + kv_head * head_step`, with page and row
-    from row i of the table.
+    from row i of the table. Where keys are quantised, `head_step` is 0 and stores keep their own
+    strides of heads: those of scales have no step in common with those of codes.
     """
 
     indices: torch.Tensor  # int32 [num_lists, width]

@@ -14,7 +14,8 @@ from anabranch.runner.kv_cache import LayerCache
 def token_rows(cache: LayerCache) -> Iterator[torch.Tensor]:
     """Bytes [num_slots, row_bytes] of each of a layer's tensors that has a row for every slot.
 
-    Keys, values and scales of a token are such rows; a scale of a whole tensor is not.
+    Keys, values and scales of a token are such rows; a scale of a whole tensor is not. Scales that
+    lie heads first are rows of each head.
     """
     seen = set[int]()
     for value in cache.tensors():
@@ -24,7 +25,9 @@ def token_rows(cache: LayerCache) -> Iterator[torch.Tensor]:
         if memory not in seen:  # values may be columns of the keys
             seen.add(memory)
             num_slots = value.shape[0] * value.shape[1]
-            yield value.view(num_slots, -1).view(torch.uint8)
+            has_rows = value.is_contiguous() and value.shape[2] > 1
+            for part in [value] if has_rows else value.unbind(2):
+                yield part.view(num_slots, -1).view(torch.uint8)
 
 
 class CacheRows:

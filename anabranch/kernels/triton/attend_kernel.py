@@ -47,7 +47,7 @@ from anabranch.kernels.triton.schedule_layout import (
     read_worker,
     units_of,
 )
-from anabranch.keys import KeyView
+from anabranch.keys import KeyView, ScaleStore
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -68,10 +68,11 @@ def attend(
     if table is not None:
         constants = with_page_strides(constants, (*view.k[1:3], *view.v[1:3]))
     if view.k.scales or view.v.scales:
-        strides = (None if x.scales is None else x.scales[1:4] for x in (view.k, view.v))
+        strides = (scale_strides(x.scales) for x in (view.k, view.v))
         halves = q.element_size() == 2 and not view.values_in_keys
         words = (halves and in_words(x) for x in (view.k, view.v))
-        constants = with_codes(constants, *strides, *words, halves and in_pairs(view))
+        pairs = halves and in_pairs(view)
+        constants = with_codes(constants, *strides, *words, pairs, list_heads(view))
     if prior is not None:
         constants = with_priors(constants, prior.lse.shape[0])
     if rules.sinks is not None:
@@ -97,6 +98,21 @@ def attend(
         **program.options,
         **({"launch_pdl": True} if constants.overlap else {}),
     )
+
+
+def scale_strides(scales: ScaleStore | None) -> tuple[int, int, int | None] | None:
+    """As constants: of pages, keys and, unless heads lie first, of heads."""
+    if scales is None:
+        return None
+    return scales.page, scales.key, scales.head if scales.head < scales.page else None
+
+
+def list_heads(view: KeyView) -> tuple[int, int] | None:
+    """Lists of a token and the kv heads among which they are divided; None if lists share heads."""
+    lists = view.lists
+    if lists is None or lists.num_kv_heads == 1:
+        return None
+    return lists.lists_per_token, lists.num_kv_heads
 
 
 @triton.jit(do_not_specialize=["table_stride", "tree_width"])

@@ -61,33 +61,6 @@ def halves_of_int8(words, PACKED: tl.constexpr):
 
 
 @triton.jit
-def raised_halves_of_int8(words, PACKED: tl.constexpr):
-    """The four int8 codes of each word plus 128, times 2^-24: their bits as subnormal float16."""
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 codes, low, high;
-            xor.b32 codes, $4, 0x80808080;
-            prmt.b32 low, codes, 0, 0x4140;
-            prmt.b32 high, codes, 0, 0x4342;
-            mov.b32 {$0, $1}, low;
-            mov.b32 {$2, $3}, high; }""",
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        codes = words ^ -0x7F7F7F80
-        return (
-            (codes & 0xFF).to(tl.int16).to(tl.float16, bitcast=True),
-            ((codes >> 8) & 0xFF).to(tl.int16).to(tl.float16, bitcast=True),
-            ((codes >> 16) & 0xFF).to(tl.int16).to(tl.float16, bitcast=True),
-            ((codes >> 24) & 0xFF).to(tl.int16).to(tl.float16, bitcast=True),
-        )
-
-
-@triton.jit
 def scaled_halves_of_int8(words, scales, PACKED: tl.constexpr):
     """The four int8 codes of each word times its float16 scale."""
     if PACKED:

@@ -90,15 +90,16 @@ class Source:
     # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
     # save a fifth of the inner loop's instructions
     page_strides: tuple[int, int, int, int] | None = None
-    k_scale_strides: tuple[int, int, int] | None = None  # page, key, head
-    v_scale_strides: tuple[int, int, int] | None = None
+    # (page, key, head); None for heads that lie first, where it depends on the number of pages
+    k_scale_strides: tuple[int, int, int | None] | None = None
+    v_scale_strides: tuple[int, int, int | None] | None = None
     wide_pages: bool = False  # a page spans 2^31 elements or more
     k_words: bool = False  # codes are loaded four at a time
     v_words: bool = False
     pairs: bool = False  # both are loaded by pairs of keys
-    raised: bool = False  # there, codes of int8 keys are read 128 higher, in units of 2^-24
     packed: bool = False  # NVIDIA's instructions for pairs of halves are there
     lists: ListShape | None = None  # the table holds lists of keys, which are looked up as read
+    list_heads: tuple[int, int] | None = None  # (lists of a token, kv heads) of quantised keys
 
     @property
     def is_plain(self) -> bool:
@@ -260,23 +261,23 @@ def with_page_strides(
 @cache
 def with_codes(
     constants: AttendConstants,
-    k_scale_strides: tuple[int, int, int] | None,
-    v_scale_strides: tuple[int, int, int] | None,
+    k_scale_strides: tuple[int, int, int | None] | None,
+    v_scale_strides: tuple[int, int, int | None] | None,
     k_words: bool,
     v_words: bool,
     pairs: bool,
+    list_heads: tuple[int, int] | None = None,
 ) -> AttendConstants:
     """The constants for quantised stores: strides of scales, and how codes can be loaded."""
-    tiles, source = constants.tiles, constants.source
-    pairs = pairs and tiles.keys_first and tiles.block_m < 16
+    tiles = constants.tiles
     source = replace(
-        source,
+        constants.source,
         k_scale_strides=k_scale_strides,
         v_scale_strides=v_scale_strides,
         k_words=k_words,
         v_words=v_words and not tiles.values_first,
-        pairs=pairs,
-        raised=pairs and not source.k_format.is_fp8,
+        pairs=pairs and tiles.keys_first and tiles.block_m < 16,
+        list_heads=list_heads,
     )
     return replace(constants, source=source)
 

@@ -17,9 +17,9 @@ from anabranch.kernels.triton.code_words import (
     halves_of_int8,
     in_words,
     permute_dims,
-    raised_halves_of_int8,
     transposed_halves,
 )
+from anabranch.kernels.triton.scales import head_offset
 from anabranch.keys import KeyView
 
 WIDTH: tl.constexpr = tl.constexpr(128)
@@ -87,21 +87,28 @@ def restore_sums(x):
 
 @triton.jit
 def load_pair_words(
-    store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr, C: tl.constexpr
-):
-    """Words [pairs, 2, 16] of even keys, and those of odd ones; none after the last key."""
+    store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr,
+    BOUNDED: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Words [pairs, 32] of even keys, and those of odd ones: BOUNDED, none after the last key.
+
+    Otherwise one key after the last may be read: it lies in the same page, written or not.
+    """
     ptr = tl.cast(store.ptr, tl.pointer_type(tl.int32), bitcast=True)
     ptr += kv_head.to(tl.int64) * (store.head // 4)
-    evens = tl.minimum(keys, last)
+    evens = tl.minimum(keys, last // 2 * 2)
     places = key_offsets(evens, pages, page_stride // 4, key_stride // 4, table_ptr, C)
-    steps = tl.where(evens < last, key_stride // 4, 0)
     # A fourth axis: of three, Triton keeps the first one outermost in shared memory. So halves of
     # rows are next to each other there, and threads read them from different banks.
     halves = tl.arange(0, 2)[None, :, None, None] * 16
     ptrs = ptr + tl.arange(0, 16)[None, None, :, None] + halves
     ptrs += places[:, None, None, None]
     even = tl.load(ptrs)
-    odd = tl.load(ptrs + steps[:, None, None, None])
+    if BOUNDED:
+        steps = tl.where(evens < last, key_stride // 4, 0)
+        odd = tl.load(ptrs + steps[:, None, None, None])
+    else:
+        odd = tl.load(ptrs + key_stride // 4)
     PAIRS: tl.constexpr = keys.shape[0]
     return tl.reshape(even, [PAIRS, 32]), tl.reshape(odd, [PAIRS, 32])
 
@@ -113,7 +120,7 @@ def load_key_pairs(
 ):  # fmt: skip
     """A tile [2 * pairs, 128] of keys as float16."""
     even, odd = load_pair_words(
-        store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr, C
+        store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr, False, C
     )
     tile = join_rows(halves_of_words(even, FORMAT, C), halves_of_words(odd, FORMAT, C))
     return permute_dims(tile, True)
@@ -124,8 +131,6 @@ def halves_of_words(words, FORMAT: tl.constexpr, C: tl.constexpr):
     """A tile [keys, dims] of float16 numbers from words [keys, dims / 4] of codes."""
     if FORMAT.is_fp8:
         a, b, c, d = halves_of_e4m3(words, C.source.packed and C.source.native_fp8)
-    elif C.source.raised:
-        a, b, c, d = raised_halves_of_int8(words, C.source.packed)
     else:
         a, b, c, d = halves_of_int8(words, C.source.packed)
     return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [words.shape[0], 4 * words.shape[1]])
@@ -139,7 +144,7 @@ def load_value_pairs(
     """A tile [2 * pairs, 128] of values as float16, in the order of `order_weights`."""
     PAIRS: tl.constexpr = keys.shape[0]
     even, odd = load_pair_words(
-        store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr, C
+        store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr, FORMAT.is_fp8, C
     )
     PACKED: tl.constexpr = C.source.packed and (C.source.native_fp8 or not FORMAT.is_fp8)
     a, e, b, f, c, g, d, h = transposed_halves(even, odd, FORMAT.is_fp8, PACKED)
@@ -154,13 +159,17 @@ def load_value_pairs(
 def load_pair_scales(
     store, strides, keys, last, pages, kv_head, table_ptr, BY_KEY: tl.constexpr, C: tl.constexpr
 ):
-    """The scale of each key in the order of `pair_rows`, or None."""
+    """The scale of each key in the order of `pair_rows`, or None; any number after the last key."""
     scales = None
     if BY_KEY:
-        evens = tl.minimum(keys, last)
-        places = key_offsets(evens, pages, strides[0], strides[1], table_ptr, C)
-        ptrs = store.scales.ptr + (places + kv_head.to(tl.int64) * strides[2])
-        even = tl.load(ptrs)
-        odd = tl.load(ptrs + tl.where(evens < last, strides[1], 0))
-        scales = join_rows(even, odd)
+        keys = tl.minimum(keys, last // 2 * 2)
+        places = key_offsets(keys, pages, strides[0], strides[1], table_ptr, C)
+        if strides[0] % 2 == 0 and strides[1] % 2 == 1:
+            places = tl.multiple_of(places, 2)
+        ptr = store.scales.ptr + head_offset(store, strides, kv_head)
+        both = tl.arange(0, 2)[None, :]
+        scales = tl.load(ptr + places[:, None] + both * strides[1])
+        PAIRS: tl.constexpr = keys.shape[0]
+        scales = tl.permute(tl.reshape(scales, [PAIRS // 8, 8, 2]), [0, 2, 1])
+        scales = tl.reshape(scales, [2 * PAIRS])
     return scales

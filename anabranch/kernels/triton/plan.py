@@ -149,6 +149,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
             latent=view.values_in_keys,
             quantised=view.k.scales is not None or view.v.scales is not None,
             code_pairs=code_pairs,
+            int8_codes=torch.int8 in (view.k.ptr.dtype, view.v.ptr.dtype),
             box_keys=box_keys(view) if has_boxes(q.device) else 0,
             fused_merge=options.fused_merge,
         )

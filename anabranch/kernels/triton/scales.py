@@ -44,14 +44,19 @@ def scale_offsets(
 ):
     """Element offsets (int64) of the first scale of one head of each key.
 
-    `strides` are those of pages, keys and heads where they are constants.
+    `strides` are those of pages, keys and, unless heads lie first, of heads, as constants.
     """
     offsets = keys  # unused without scales
     if FORMAT.scaling != "none":
-        if strides is not None:
-            page, key, head = strides[0], strides[1], strides[2]
-        else:
-            page, key, head = store.scales.page, store.scales.key, store.scales.head
-        offsets = key_offsets(keys, pages, page, key, table_ptr, C)
-        offsets += kv_head.to(tl.int64) * head
+        offsets = key_offsets(keys, pages, strides[0], strides[1], table_ptr, C)
+        offsets += head_offset(store, strides, kv_head)
     return offsets
+
+
+@triton.jit
+def head_offset(store, strides, kv_head):
+    """The element offset (int64) of the scales of a head."""
+    head = store.scales.head
+    if strides[2] is not None:
+        head = strides[2]
+    return kv_head.to(tl.int64) * head

@@ -78,15 +78,11 @@ def attend_tiles(
     base_scale = rules.scale
     if K_WORDS and K_FORMAT.scaling == "tensor":
         base_scale *= tl.load(k.scales.ptr)
-    raised_scores = None
-    if C.source.raised:
-        base_scale *= 16777216.0
-        KEYS: tl.constexpr = C.tiles.block_n
-        ROWS: tl.constexpr = C.tiles.block_m
-        raised_scores = tl.sum(q_main.to(tl.float32), 1) * -(2.0**-17)
-        raised_scores = tl.broadcast_to(raised_scores[None, :], [KEYS, ROWS])
     # Units of rows are multiplied into scores where these are not logits but for a scale.
     UNITS_FIRST: tl.constexpr = rules.softcap is not None or view.log_weights is not None
+    LIST_HEADS: tl.constexpr = C.source.list_heads
+    if LIST_HEADS is not None:
+        kv_head = origin % LIST_HEADS[0] * LIST_HEADS[1] // LIST_HEADS[0]
     if SHARED:
         kv_head *= 0  # there is one, which paired blocks of query heads read
     k_ptr = k.ptr + kv_head.to(tl.int64) * k.head
@@ -180,7 +176,7 @@ def attend_tiles(
             next_keys = bounded(next_keys, stop, seq_len, C)
             if C.tiles.values_first or SHARED:
                 pages = pages_of(next_keys, origin, seq_len, view, table_stride, C)
-        scores = score(q_main, tile_k, raised_scores, C.tiles.keys_first)
+        scores = score(q_main, tile_k, None, C.tiles.keys_first)
         if C.tiles.dk_rest > 0:
             if SHARED and C.tiles.block_m >= 64:
                 # As a sum of two products: every warpgroup would compute all of one that adds to
@@ -233,6 +229,8 @@ def attend_tiles(
                     value_scales = load_pair_scales(
                         v, V_STRIDES, even_keys, last, pages, kv_head, table, V_BY_KEY, C
                     )
+                    if V_BY_KEY:
+                        value_scales = tl.where(keys <= last, value_scales, 0.0)
                 elif V_WORDS:
                     tile_v = load_words(
                         v, safe_keys, pages, v_page, v_key, kv_head, v_scale_place, table,
