@@ -154,6 +154,13 @@ def test_options(source: str, options: dict[str, Any], config: AttendConfig, dev
 
 
 @every_device
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_caps_in_float32(softcap: float, device: str) -> None:
+    """Logits far below the cap, and far above it, keep their digits."""
+    check(Case(source="dense", dims=(16, 16), dtype=SINGLE, device=device, softcap=softcap))
+
+
+@every_device
 @pytest.mark.parametrize(
     ("config", "source"), [*zip([*CONFIGS, *SELECTED], cycle(SOURCES[:3]))], ids=tiles
 )

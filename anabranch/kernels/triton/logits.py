@@ -14,6 +14,22 @@ def capped(scores, scale, softcap):
 
 
 @triton.jit
+def capped_exactly(scores, scale, softcap):
+    """The same in float32: 1 - 2 / (e^2x + 1) would have no digits left where x is small.
+
+    tanh(x) = g / (g + 2) with g = e^2x - 1, for small x by its series.
+    """
+    twice = scores * (2.0 * scale * LN_2 / softcap)
+    size = tl.minimum(tl.abs(twice), 64.0, propagate_nan=tl.PropagateNan.ALL)
+    series = 1.0 + size * (1.0 / 11.0)
+    for i in tl.static_range(9):
+        series = 1.0 + series * size * (1.0 / (10 - i))
+    grown = tl.where(size < 1.0, series * size, tl.exp2(size * (1.0 / LN_2)) - 1.0)
+    tanh = grown / (grown + 2.0)
+    return softcap * tl.where(twice < 0, -tanh, tanh)
+
+
+@triton.jit
 def weighted(scores, scale, keys, origin, log_weights, stride, KEYS_FIRST: tl.constexpr):
     """Natural logits: scores times a scale in base 2, plus the log-weight of each key."""
     weights = tl.load(log_weights + origin.to(tl.int64) * stride + keys)

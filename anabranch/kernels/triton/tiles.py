@@ -17,7 +17,7 @@ from anabranch.kernels.triton.key_pairs import (
     load_value_pairs,
     pair_rows,
 )
-from anabranch.kernels.triton.logits import capped, masked, score, weighted
+from anabranch.kernels.triton.logits import capped, capped_exactly, masked, score, weighted
 from anabranch.kernels.triton.online_softmax import LOG2_E, update_lazily, update_state
 from anabranch.kernels.triton.part_end import close_part, closes_inside
 from anabranch.kernels.triton.scales import (
@@ -195,7 +195,10 @@ def attend_tiles(
         if K_WORDS and UNITS_FIRST:
             scores *= row_units[None, :] if C.tiles.keys_first else row_units[:, None]
         if rules.softcap is not None:
-            scores = capped(scores, scale, rules.softcap)
+            if q[0].dtype == tl.float32:
+                scores = capped_exactly(scores, scale, rules.softcap)
+            else:
+                scores = capped(scores, scale, rules.softcap)
             scale = LOG2_E
         if view.log_weights is not None:
             safe_keys = tl.minimum(keys, seq_len - 1)
