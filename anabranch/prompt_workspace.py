@@ -19,7 +19,7 @@ SEQ_BYTES = 64  # the same for each sequence
 BLOCK_ROWS = 128  # query rows that one program of attend() handles
 # In calls of attend(), as the host counts: rows of a piece are gathered and its work is divided.
 PIECE_PRICE, MERGE_PRICE = 1.0, 0.25
-PARTS_PRICE = 1.1  # of a call that cuts blocks, whose parts are written in float32 and merged
+PARTS_PRICE = 1.25  # of a call that cuts blocks, whose parts are written in float32 and merged
 ALLOCATOR_BYTES = 4 * MIB  # torch leaves up to 1 MiB unused after each of four large tensors
 
 

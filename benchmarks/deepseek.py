@@ -36,7 +36,10 @@ TEMPERATURE = 1.0
 PROFILED = (42, 58)  # steps: prompts of 64 x 4096 are done, and no sequence is
 # The first list with a word that occurs in the name of a kernel is the share it counts for.
 SHARES = {
-    "experts": ("expert", "topk", "TopK", "radixSort", "scatter", "moe", "Moe"),
+    "experts": (
+        *("expert", "gate_row", "project_row", "topk", "TopK", "radixSort", "scatter"),
+        *("moe", "Moe"),
+    ),
     "attention": (
         *("attend", "latent", "merge", "append_kv", "schedule", "order_kernel"),
         *("flash", "Flash", "mla", "concat_and_cache"),
