@@ -28,6 +28,8 @@ def headline_section(root: Path) -> str | None:
     ]
     rows += _hopper_rows(root)
     rows += [_latent_row(path) for path in folder.glob("latent/h200.json")]
+    rows += [_fp8_row(path) for path in folder.glob("latent/h200-formats.json")]
+    rows += [_deepseek_row(path) for path in folder.glob("engine/h200-deepseek.json")]
     rows += [_throughput_row(path) for path in sorted(folder.glob("engine/*throughput.json"))]
     rows += [row for path in folder.glob("engine/cpu.json") for row in _cpu_rows(path)]
     head = ["| speed of anabranch / that of the fastest peer | median | range | peers | run |"]
@@ -68,6 +70,26 @@ def _latent_row(path: Path) -> str:
     default = [row for row in results["rows"] if row["implementation"] == "anabranch gluon"]
     ratios = [row["ratio"] for row in default]
     return _row("decode over latent rows (DeepSeek)", ratios, "FlashMLA", results["header"])
+
+
+def _fp8_row(path: Path) -> str:
+    """Decode over fp8 with one scale, beside the fastest peer over the same cache."""
+    results = json.loads(path.read_text())
+    times = {row["format"]: row["us"] for row in results["rows"]}
+    peers = {name.removesuffix(" fp8"): us for name, us in times.items() if name.endswith(" fp8")}
+    ratio = min(peers.values()) / times["fp8_tensor"]
+    return _row("decode over an fp8 cache", [ratio], ", ".join(sorted(peers)), results["header"])
+
+
+def _deepseek_row(path: Path) -> str:
+    """Decode steps of an engine beside vLLM's."""
+    results = json.loads(path.read_text())
+    ours, theirs = (
+        {row["case"]: row["step_ms"] for row in results["rows"] if row["engine"].startswith(name)}
+        for name in ("anabranch", "vllm")
+    )
+    ratios = [theirs[case] / ms for case, ms in ours.items()]
+    return _row("decode steps of DeepSeek-V2-Lite", ratios, "vLLM 0.26", results["header"])
 
 
 def _throughput_row(path: Path) -> str:
