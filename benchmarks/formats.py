@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from hopper import header
+from hopper import header, save_rows
 from latent import BRAIN, CUDA, Call, check, planned, time_in_turn
 
 import anabranch as ab
@@ -161,10 +161,7 @@ def main() -> None:
     for row in rows(options.tune, has_folder()):
         print(json.dumps(row), flush=True)
         found.append(row)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps({"header": header("decode"), "rows": found}, indent=1)
-        options.out.write_text(text + "\n")
+    save_rows(options.out, header("decode"), found)
 
 
 if __name__ == "__main__":

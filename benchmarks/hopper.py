@@ -16,7 +16,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import accumulate
@@ -275,6 +275,15 @@ def header(case: str = "causal") -> dict[str, object]:
     }
 
 
+def save_rows(
+    path: Path | None, about: dict[str, object], rows: Sequence[dict[str, object]]
+) -> None:
+    """Write a file of results, if one is asked for."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({"header": about, "rows": [*rows]}, indent=1) + "\n")
+
+
 def main() -> None:
     """Read the command line, measure, print and write."""
     parser = argparse.ArgumentParser(
@@ -303,9 +312,7 @@ def main() -> None:
         rows.append(measure(case))
         print(" | ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
         torch.cuda.empty_cache()
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"header": header(), "rows": rows}, indent=1) + "\n")
+    save_rows(options.out, header(), rows)
 
 
 if __name__ == "__main__":

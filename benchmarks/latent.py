@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from hopper import header
+from hopper import header, save_rows
 
 import anabranch as ab
 from anabranch.bench.peers.site import find_library, has_folder
@@ -203,11 +203,7 @@ def main() -> None:
     for row in rows(options.tune, has_folder()):
         print(json.dumps(row), flush=True)
         found.append(row)
-    if options.out:
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(
-            json.dumps({"header": header("decode"), "rows": found}, indent=1) + "\n"
-        )
+    save_rows(options.out, header("decode"), found)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ are checked in float64 before anything is timed.
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import torch
-from hopper import header
+from hopper import header, save_rows
 
 from anabranch import LatentKV, UpProjection, attend_latent_prompt
 from anabranch.bench.timing import event_us
@@ -180,10 +179,8 @@ def main() -> None:
                 flush=True,
             )
         torch.cuda.empty_cache()
-    if options.out:
-        about = header() | {"timing": "CUDA events, budgets in turn, medians, bfloat16"}
-        options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps({"header": about, "rows": rows}, indent=1) + "\n")
+    about = header() | {"timing": "CUDA events, budgets in turn, medians, bfloat16"}
+    save_rows(options.out, about, rows)
 
 
 if __name__ == "__main__":
