@@ -19,8 +19,8 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from hopper import header, save_rows
 from latent import BRAIN, CUDA, Call, check, planned, time_in_turn
+from rows import header, save_rows
 
 import anabranch as ab
 from anabranch.bench.peers.site import add_folder, find_library, has_folder

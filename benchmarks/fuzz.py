@@ -237,7 +237,7 @@ def describe(summary: Record, impl: str, seconds: float) -> str:
 
 def write(path: Path, summary: Record, options: argparse.Namespace) -> None:
     """The summary and what it holds for, as JSON."""
-    from hopper import header
+    from rows import header
 
     about = {name: value for name, value in header().items() if name != "timing"}
     asked = {name: getattr(options, name) for name in ("impl", "calls", "kinds", "seed")}

@@ -11,21 +11,18 @@ processes side by side.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from itertools import accumulate
 from pathlib import Path
 from random import Random
 from statistics import median
 
 import torch
-import triton
+from rows import header, save_rows
 
 import anabranch as ab
 from anabranch.bench.peers.site import find_library, has_folder
@@ -258,30 +255,6 @@ def compile_all(cases: list[Case]) -> float:
     for process in running:
         process.wait()
     return time.perf_counter() - start
-
-
-def header(case: str = "causal") -> dict[str, object]:
-    """What the rows hold for."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return {
-        "commit": os.environ.get("ANABRANCH_COMMIT") or commit.stdout.strip(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "timing": f"CUDA graphs replayed in turn, medians, microseconds a call, bfloat16, {case}",
-    }
-
-
-def save_rows(
-    path: Path | None, about: dict[str, object], rows: Sequence[dict[str, object]]
-) -> None:
-    """Write a file of results, if one is asked for."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps({"header": about, "rows": [*rows]}, indent=1) + "\n")
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from hopper import header, save_rows
+from rows import header, save_rows
 
 import anabranch as ab
 from anabranch.bench.peers.site import find_library, has_folder

@@ -20,7 +20,7 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import torch
-from hopper import header, save_rows
+from rows import header, save_rows
 
 from anabranch import LatentKV, UpProjection, attend_latent_prompt
 from anabranch.bench.timing import event_us
