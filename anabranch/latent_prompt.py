@@ -163,8 +163,14 @@ def _attend_piece(
             seen = part if call.is_first else _new_state(part)
             options: Any = {"cu_seqlens_q": start, "causal": call.causal, "scale": scale}
             queries = q[call.tokens, heads]
-            plan = layout.plan(call, queries, source, start)
-            attend(queries, source, **options, plan=plan, out=seen)
+            # No name keeps the plan: its parts are freed before those of the next are allocated.
+            attend(
+                queries,
+                source,
+                **options,
+                plan=layout.plan(call, queries, source, start),
+                out=seen,
+            )
             if not call.is_first:
                 merge(part, seen, out=part)
             del seen

@@ -91,7 +91,7 @@ def make_prompt_layout(
 ) -> PromptLayout:
     """Cut prompts over rows of this width so that what is allocated stays within the budget."""
     lens = PromptLens(tuple(q_lens), tuple(context_lens))
-    space = choose_workspace(up, width, lens, page_size, max_workspace_mib)
+    space = choose_workspace(up, width, lens, page_size, max_workspace_mib, fused_merge)
     cutter = PieceCutter(lens, space)
     pieces = list(cutter.pieces())
     device = up.weight.device

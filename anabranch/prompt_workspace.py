@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import torch
 
 from anabranch.device import capability, num_sms
+from anabranch.kernels.gluon.config import HEAD_DIMS
+from anabranch.producers import ENVIRONMENT_VARIABLE
 from anabranch.up_projection import UpProjection
 
 MIB = 1 << 20
@@ -44,15 +47,21 @@ class Workspace(NamedTuple):
 
 
 def choose_workspace(
-    up: UpProjection, width: int, lens: PromptLens, page_size: int, max_workspace_mib: float
+    up: UpProjection,
+    width: int,
+    lens: PromptLens,
+    page_size: int,
+    max_workspace_mib: float,
+    fused_merge: bool | None = None,  # as in make_plan
 ) -> Workspace:
     """The heads and keys with the fewest launches that a budget allows for rows of this width."""
+    may_cut = not _keeps_blocks(up, width, fused_merge)
     num_heads = up.weight.shape[0]
     found: list[tuple[float, Workspace]] = []
     for heads in range(num_heads, 0, -1):
         if num_heads % heads or (found and heads < MIN_HEADS):
             continue
-        space = _fit(up, width, heads, lens, page_size, max_workspace_mib)
+        space = _fit(up, width, heads, lens, page_size, max_workspace_mib, may_cut)
         if space is not None:
             found.append((_price(space, lens, num_heads // heads), space))
     if not found:
@@ -63,7 +72,7 @@ def choose_workspace(
 def check_workspace(up: UpProjection, width: int, max_workspace_mib: float) -> None:
     """Refuse a budget that cannot hold one head of the smallest piece, with pages of 64 rows."""
     lens = PromptLens((UNBOUNDED,), (0,))
-    if _fit(up, width, 1, lens, 64, max_workspace_mib) is None:
+    if _fit(up, width, 1, lens, 64, max_workspace_mib, may_cut=True) is None:
         raise _too_small(up, width, 64, max_workspace_mib)
 
 
@@ -74,6 +83,7 @@ def _fit(
     lens: PromptLens,
     page_size: int,
     max_workspace_mib: float,
+    may_cut: bool,
 ) -> Workspace | None:
     """The most keys that a budget allows with so many heads; None if too few."""
     longest, most_queries = max(lens.key_lens(), default=0), max(lens.q_lens, default=0)
@@ -86,7 +96,8 @@ def _fit(
             num_queries = balanced_share(most_queries, max(room // STATE_SHARE // a_query, 1))
             num_keys = (room - num_queries * a_query) // a_key
         space = Workspace(heads, num_keys, num_queries, with_parts)
-        if with_parts or not _may_cut_blocks(space, lens, up.weight):
+        cuts = may_cut or _may_cut_blocks(space, lens, up.weight)
+        if with_parts or not cuts or up.weight.device.type != "cuda":
             too_few = num_keys < min(longest, MIN_PIECE)
             return None if too_few or num_queries < min(most_queries, MIN_PIECE) else space
     return None
@@ -106,12 +117,19 @@ def _fixed_bytes(
     return fixed + ALLOCATOR_BYTES + (parts if with_parts else 0)
 
 
-def _may_cut_blocks(space: Workspace, lens: PromptLens, weight: torch.Tensor) -> bool:
-    """Whether attend() may cut blocks; on Hopper not those of one sequence that fill the GPU."""
-    if weight.device.type != "cuda":
+def _keeps_blocks(up: UpProjection, width: int, fused_merge: bool | None) -> bool:
+    """Whether attend() runs on the Hopper kernel, which has no parts where blocks fill the GPU."""
+    weight, head_dim_k = up.weight, up.head_dim_nope + width - up.rank
+    if weight.device.type != "cuda" or capability(weight.device)[0] != 9:
         return False
-    is_hopper = capability(weight.device)[0] == 9 and weight.element_size() == 2
-    if not is_hopper or len(lens.q_lens) != 1:
+    named = os.environ.get(ENVIRONMENT_VARIABLE) in (None, "", "gluon")
+    dims = (head_dim_k, up.head_dim_v) in HEAD_DIMS
+    return named and dims and weight.element_size() == 2 and fused_merge is not False
+
+
+def _may_cut_blocks(space: Workspace, lens: PromptLens, weight: torch.Tensor) -> bool:
+    """Whether the Hopper kernel may cut blocks: not those of one sequence that fill the GPU."""
+    if len(lens.q_lens) != 1:
         return True
     q_len, k_len = lens.q_lens[0], lens.key_lens()[0] if lens.q_lens[0] else 0
     if k_len > space.num_keys:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from weakref import finalize
 
@@ -20,10 +21,18 @@ from anabranch import (
     latent_prompt,
     merge,
     prompt_pieces,
+    prompt_workspace,
 )
 from anabranch.keys.formats import empty_store
 from anabranch.prompt_pieces import make_prompt_layout
-from anabranch.prompt_workspace import MIB, MIN_PIECE, Workspace, check_workspace
+from anabranch.prompt_workspace import (
+    MIB,
+    MIN_PIECE,
+    PromptLens,
+    Workspace,
+    check_workspace,
+    choose_workspace,
+)
 
 HEADS, NOPE, ROTARY, VALUE, RANK, PAGE = 8, 16, 8, 12, 32, 16
 WIDTH = RANK + ROTARY
@@ -200,6 +209,26 @@ def test_memory_stays_under_the_budget(
     assert sum(calls) >= num_heads * (sum(q_lens) + sum(context_lens))
     assert bool(merges) == is_cut
     assert len(calls) > 1
+
+
+def test_room_for_parts_follows_the_producer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the Hopper kernel has no parts, where whole blocks of its head dims fill the GPU."""
+    monkeypatch.setattr(prompt_workspace, "capability", lambda device: (9, 0))
+    monkeypatch.setattr(prompt_workspace, "num_sms", lambda device: 132)
+    monkeypatch.delenv("ANABRANCH_ATTEND", raising=False)
+
+    def cuts(nope: int = 128, **options: Any) -> bool:
+        device = SimpleNamespace(type="cuda")
+        fields: Any = {"shape": (16, nope + 128, 512), "device": device, "element_size": lambda: 2}
+        up = UpProjection(SimpleNamespace(**fields), nope)  # pyright: ignore[reportArgumentType]
+        lens = PromptLens((8192,), (32768,))
+        return choose_workspace(up, 576, lens, 64, 256, **options).cuts_blocks
+
+    assert not cuts()
+    assert cuts(fused_merge=False)
+    assert cuts(nope=96)
+    monkeypatch.setenv("ANABRANCH_ATTEND", "triton")
+    assert cuts()
 
 
 @pytest.mark.gpu
