@@ -91,11 +91,10 @@ class UpProjection(NamedTuple):
         torch.bmm(latent, weight[..., :nope], out=k[..., :nope].transpose(0, 1))
         torch.bmm(latent, weight[..., nope:], out=v.transpose(0, 1))
 
-    def bytes_per_key(self, width: int, num_heads: int | None = None) -> int:
-        """What a key takes while it is expanded for some heads, or all: its row, key and value."""
-        heads, both, rank = self.weight.shape
-        heads = heads if num_heads is None else num_heads
-        return (width + heads * (both + width - rank)) * self.weight.element_size()
+    def bytes_per_key(self, width: int, num_heads: int) -> int:
+        """What a key takes while it is expanded for so many heads: its row, keys and values."""
+        _, both, rank = self.weight.shape
+        return (width + num_heads * (both + width - rank)) * self.weight.element_size()
 
     def prefers_expanded(self, num_queries: float, width: int) -> bool:
         """Whether keys with so many queries each cost fewer operations expanded than absorbed.
@@ -109,6 +108,6 @@ class UpProjection(NamedTuple):
 
 
 def _are_few(x: torch.Tensor) -> bool:
-    """Whether our kernels multiply these rows [num_tokens, num_heads, dim]."""
+    """Whether a kernel of our own absorbs these queries [num_tokens, num_heads, dim]."""
     on_gpu = x.is_cuda and x.element_size() == 2 and not torch.compiler.is_compiling()
     return on_gpu and 0 < len(x) <= FEW_TOKENS

@@ -12,7 +12,6 @@ fp8 cache vLLM quantises queries too, as FlashAttention-3 asks; that is not part
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -20,7 +19,7 @@ from pathlib import Path
 
 import torch
 from latent import BRAIN, CUDA, Call, check, planned, time_in_turn
-from rows import header, save_rows
+from rows import header, print_rows, save_rows
 
 import anabranch as ab
 from anabranch.bench.peers.site import add_folder, find_library, has_folder
@@ -157,11 +156,7 @@ def main() -> None:
     if has_folder():
         add_folder()
         torch.ops.load_library(str(find_library("_vllm_fa3_C.abi3.so")))
-    found: list[dict[str, object]] = []
-    for row in rows(options.tune, has_folder()):
-        print(json.dumps(row), flush=True)
-        found.append(row)
-    save_rows(options.out, header("decode"), found)
+    save_rows(options.out, header("decode"), print_rows(rows(options.tune, has_folder())))
 
 
 if __name__ == "__main__":

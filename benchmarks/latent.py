@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from rows import header, save_rows
+from rows import header, print_rows, save_rows
 
 import anabranch as ab
 from anabranch.bench.peers.site import find_library, has_folder
@@ -199,11 +199,7 @@ def main() -> None:
     if has_folder():
         torch.ops.load_library(str(find_library("_flashmla_C.abi3.so")))
     print(json.dumps(header("decode")))
-    found: list[dict[str, object]] = []
-    for row in rows(options.tune, has_folder()):
-        print(json.dumps(row), flush=True)
-        found.append(row)
-    save_rows(options.out, header("decode"), found)
+    save_rows(options.out, header("decode"), print_rows(rows(options.tune, has_folder())))
 
 
 if __name__ == "__main__":

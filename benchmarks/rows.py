@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,6 +26,15 @@ def header(case: str = "causal") -> dict[str, object]:
         "triton": triton.__version__,
         "timing": f"CUDA graphs replayed in turn, medians, microseconds a call, bfloat16, {case}",
     }
+
+
+def print_rows(rows: Iterable[dict[str, object]]) -> list[dict[str, object]]:
+    """Print each as a line of JSON as soon as it is there; all of them."""
+    found: list[dict[str, object]] = []
+    for row in rows:
+        print(json.dumps(row), flush=True)
+        found.append(row)
+    return found
 
 
 def save_rows(

@@ -314,7 +314,7 @@ def test_models_use_it_where_experts_are_plain(
     model = model.eval().to(DEVICE).requires_grad_(False)
     ids = torch.arange(2, 9, device=DEVICE)[None]
     expected = model(ids).logits
-    monkeypatch.setattr(module, "_is_on_gpu", lambda model: True)
+    monkeypatch.setattr(module, "is_on_gpu", lambda model: True)
     recorded = Recorded(monkeypatch)
     assert use_experts(model)
     torch.testing.assert_close(model(ids).logits, expected, atol=2e-5, rtol=1e-4)

@@ -63,7 +63,7 @@ def router(name: str, k: int, dtype: torch.dtype = torch.float32) -> Any:
 
 def used(given: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The same router by the kernel, also in the interpreter."""
-    monkeypatch.setattr(module, "_is_on_gpu", lambda model: True)
+    monkeypatch.setattr(module, "is_on_gpu", lambda model: True)
     assert use_router(given) == 1
     return given
 
@@ -215,7 +215,7 @@ def test_models_use_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if DEVICE == "cpu":
         assert not use_router(model)
         assert model.model.layers[1].mlp.gate(torch.zeros(1, 64))[0] is not None
-    monkeypatch.setattr(module, "_is_on_gpu", lambda model: True)
+    monkeypatch.setattr(module, "is_on_gpu", lambda model: True)
     calls: list[int] = []
     real = module.route_experts
 

@@ -138,14 +138,15 @@ def _mix_row(
 def use_experts(model: PreTrainedModel) -> bool:
     """Let the experts of a model on a GPU be mixed here; whether it has any."""
     weights = [getattr(module, "gate_up_proj", None) for module in model.modules()]
-    if not any(isinstance(weight, nn.Parameter) for weight in weights) or not _is_on_gpu(model):
+    if not any(isinstance(weight, nn.Parameter) for weight in weights) or not is_on_gpu(model):
         return False
     cast("Any", ALL_EXPERTS_FUNCTIONS).register(NAME, _experts_forward)
     cast("Any", model).set_experts_implementation(NAME)
     return True
 
 
-def _is_on_gpu(model: PreTrainedModel) -> bool:
+def is_on_gpu(model: nn.Module) -> bool:
+    """Where a model's weights are."""
     return next(model.parameters()).is_cuda
 
 

@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkR
 
 from anabranch.device import has_overlap, shared_memory
 from anabranch.kernels.route_config import fit_route, select_route
+from anabranch.models.experts import is_on_gpu
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
 
 Routed = tuple[torch.Tensor, torch.Tensor]  # experts and weights
@@ -183,7 +184,7 @@ ROUTERS: dict[type[nn.Module], type[nn.Module]] = {
 def use_router(model: nn.Module) -> int:
     """Let the routers of DeepSeek models on a GPU route here, in place; how many."""
     routers = [module for module in model.modules() if _is_known(module)]
-    if not routers or not _is_on_gpu(model):
+    if not routers or not is_on_gpu(model):
         return 0
     for router in routers:
         device = next(router.parameters()).device
@@ -195,10 +196,6 @@ def use_router(model: nn.Module) -> int:
 
 def _is_known(module: nn.Module) -> bool:
     return type(module) in ROUTERS and getattr(module, "topk_method", GREEDY) in (GREEDY, LIMITED)
-
-
-def _is_on_gpu(model: nn.Module) -> bool:
-    return next(model.parameters()).is_cuda
 
 
 @torch.library.custom_op("anabranch::route_experts", mutates_args=())

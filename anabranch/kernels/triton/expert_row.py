@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
+from anabranch.kernels.triton.linear import load_weights
 
 BLOCK_N = 4  # rows of a weight that a program reads at once,
 BLOCK_K = 2048  # and columns of them, or half as many
@@ -96,16 +97,6 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
 
 
 @triton.jit
-def load_row_tile(ptrs, first, dims, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The columns [first, first + BLOCK_K) of some rows, zero after the last."""
-    if K % BLOCK_K == 0:
-        return tl.load(ptrs + first, eviction_policy="evict_first")
-    else:
-        mask = (first + dims < K)[None, :]
-        return tl.load(ptrs + first, mask, other=0.0, eviction_policy="evict_first")
-
-
-@triton.jit
 def add_products(x_ptr, w, first, dims, scale, sums, K: tl.constexpr, VECTOR: tl.constexpr):
     """Add the products of x's columns with a tile, VECTOR of which meet in one sum."""
     x = tl.load(x_ptr + first + dims, first + dims < K, other=0.0).to(tl.float32) * scale
@@ -137,12 +128,12 @@ def gate_row_kernel(
     dims = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + (expert * 2 * n + rows)[:, None] * K + dims[None, :]
 
-    w = load_row_tile(w_ptrs, 0, dims, K, BLOCK_K)
+    w = load_weights(w_ptrs, 0, dims, K, BLOCK_K)
     sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
     for first in range(0, K, BLOCK_K):
         following = w
         if first + BLOCK_K < K:
-            following = load_row_tile(w_ptrs, first + BLOCK_K, dims, K, BLOCK_K)
+            following = load_weights(w_ptrs, first + BLOCK_K, dims, K, BLOCK_K)
         sums = add_products(x_ptr, w, first, dims, 1.0, sums, K, VECTOR)
         w = following
     gate, up = tl.split(tl.reshape(tl.sum(sums, 1), [OUTPUTS, 2]))
@@ -176,14 +167,14 @@ def project_row_kernel(
     w_ptrs = w_ptr + rows[:, None] * K + dims[None, :]
 
     expert = tl.load(experts_ptr).to(tl.int64)
-    w = load_row_tile(w_ptrs + expert * n * K, 0, dims, K, BLOCK_K)
+    w = load_weights(w_ptrs + expert * n * K, 0, dims, K, BLOCK_K)
     sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
     for tile in range(TOP_K * TILES):
         following = w
         if tile + 1 < TOP_K * TILES:
             expert = tl.load(experts_ptr + (tile + 1) // TILES).to(tl.int64)
             first = (tile + 1) % TILES * BLOCK_K
-            following = load_row_tile(w_ptrs + expert * n * K, first, dims, K, BLOCK_K)
+            following = load_weights(w_ptrs + expert * n * K, first, dims, K, BLOCK_K)
         choice = tile // TILES
         weight = tl.load(weights_ptr + choice).to(tl.float32)
         first = tile % TILES * BLOCK_K

@@ -69,7 +69,7 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
 
 @triton.jit
 def load_weights(w_ptrs, first, dims, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The columns [first, first + BLOCK_K) of some rows, zero behind the last."""
+    """The columns [first, first + BLOCK_K) of some rows, zero after the last."""
     if K % BLOCK_K == 0:
         return tl.load(w_ptrs + first, eviction_policy="evict_first")
     else:
@@ -79,7 +79,7 @@ def load_weights(w_ptrs, first, dims, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 @triton.jit
 def load_x(x_ptrs, first, dims, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns of x, zero behind the last; every program reads them."""
+    """Columns of x, zero after the last; every program reads them."""
     if K % BLOCK_K == 0:
         return tl.load(x_ptrs + first, eviction_policy="evict_last")
     else:

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.route_config import RouteConfig, every_route_case, fit_route, select_route
 from anabranch.kernels.triton.choose_experts import choose_experts
+from anabranch.kernels.triton.expert_product import load_columns
 
 ROWS = 16  # tokens whose experts are chosen at once; more do not fit into registers
 
@@ -124,14 +125,6 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
 
 
 @triton.jit
-def load_tile(ptrs, mask, first, dims, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """BLOCK_K columns, zero after the last and where `mask` is not."""
-    if K % BLOCK_K != 0:
-        mask = mask & (first + dims < K)
-    return tl.load(ptrs + first, mask, other=0.0)
-
-
-@triton.jit
 def multiply_tile(x, w, sums):
     """Products of 16 bits are exact in float32; those of float32 are computed as such."""
     if x.dtype == w.dtype:
@@ -228,18 +221,18 @@ def route_experts_kernel(
 
     sums = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     if PART_K == BLOCK_K:
-        w = load_tile(w_ptrs, is_own[None, :], begin, dims[:, None], K, BLOCK_K)
+        w = load_columns(w_ptrs, is_own[None, :], begin, dims[:, None], K, BLOCK_K)
         if OVERLAP:
             gdc_launch_dependents()
             gdc_wait()
-        x = load_tile(x_ptrs, mask, begin, dims[None, :], K, BLOCK_K)
+        x = load_columns(x_ptrs, mask, begin, dims[None, :], K, BLOCK_K)
         sums = multiply_tile(x, w, sums)
     else:
         if OVERLAP:
             gdc_wait()
         for first in range(begin, tl.minimum(begin + PART_K, K), BLOCK_K):
-            x = load_tile(x_ptrs, mask, first, dims[None, :], K, BLOCK_K)
-            w = load_tile(w_ptrs, is_own[None, :], first, dims[:, None], K, BLOCK_K)
+            x = load_columns(x_ptrs, mask, first, dims[None, :], K, BLOCK_K)
+            w = load_columns(w_ptrs, is_own[None, :], first, dims[:, None], K, BLOCK_K)
             sums = multiply_tile(x, w, sums)
 
     PARTS: tl.constexpr = SPLITS * (PLACES // BLOCK_E)
