@@ -5,10 +5,13 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import torch
 
 from anabranch.keys import PagedSource, flatten_source, rebuild_source
+from anabranch.launches.call_kinds import Kinds, describe
+from anabranch.launches.recorder import PreparedLaunches, prepare, record
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 
 # Asked in this order; without a name, the first that can run on a device does.
@@ -16,6 +19,10 @@ WRITERS = {
     "torch": "anabranch.kernels.cpu.append_kv",
     "triton": "anabranch.kernels.triton.append_kv",
 }
+
+APPENDS = Kinds[
+    tuple[Any, ...], PreparedLaunches | None
+]()  # None: calls of the kind run the long way
 
 
 def append_kv(
@@ -42,6 +49,14 @@ def append_kv(
 
     The page table and the lengths of `keys` are neither read nor written.
     """
+    identity, kind, tensors = keys.identity, None, (k, v, slot_mapping, saturated)
+    if identity is not None and not check and (described := describe(tensors)) is not None:
+        kind = (identity.kind, described, impl, torch.is_grad_enabled())
+        known = APPENDS.get(kind)
+        if known is not None:
+            run, launches, _ = known
+            run(launches, (*tensors, *identity.tensors))
+            return
     new = keys.new_rows(k, v)
     _check(keys, {"k": k, "v": v}, slot_mapping, saturated)
     if check:
@@ -50,8 +65,12 @@ def append_kv(
         torch.ops.anabranch.append_kv(
             *flatten_source(keys), list(new), slot_mapping, saturated, impl
         )
-    else:
+    elif kind is None or identity is None or kind in APPENDS:
         _append_kv(keys, new, slot_mapping, saturated, impl)
+    else:
+        with record() as recording:
+            _append_kv(keys, new, slot_mapping, saturated, impl)
+        APPENDS.keep(kind, prepare(recording, tensors, identity.tensors))
 
 
 def _check(

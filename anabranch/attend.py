@@ -1,24 +1,44 @@
-"""attend(): checks, the choice of a producer, and torch operators; no device code."""
+"""attend(): checks, and calls of a kind that was checked before; no device code."""
 
 from __future__ import annotations
 
-from typing import cast
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 
-from anabranch.call import AttendCall, PlanOptions, shape_of
+from anabranch.call import AttendCall, shape_of
 from anabranch.destination import check_destination, check_unshared
-from anabranch.keys import KeySource, flatten_source, rebuild_source
+from anabranch.keys import KeySource
+from anabranch.launches.allocation import allocate
+from anabranch.launches.call_kinds import Kinds, are_apart, describe
+from anabranch.launches.recorder import PreparedLaunches, prepare, record
 from anabranch.merge import merge
-from anabranch.plan import Plan
-from anabranch.prior import merge_prior, pack_prior
-from anabranch.producers import RESUMING, ResumingProducer, choose_producer, load_producer
-from anabranch.queries import Queries, check_queries, pack_queries
+from anabranch.plan import Plan, PlanKind, make_plan
+from anabranch.prior import pack_prior
+from anabranch.producers import load_producer
+from anabranch.queries import check_queries, pack_queries
 from anabranch.rules import Rules, check_list_rules, check_rules, make_rules
 from anabranch.shapes import Sizes
 from anabranch.state import AttentionState
+from anabranch.traced_call import attend_call, trace_call
 
-UNPLANNED = PlanOptions()
+NO_STATE = (None, None)
+
+
+class PreparedCall(NamedTuple):
+    """How calls of a kind run: a new state, unless one is given, and what writes it."""
+
+    launches: PreparedLaunches
+    shape: tuple[int, ...]  # of a new state's `out`
+    strides: tuple[int, ...]
+    lse_strides: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+# Calls that have been checked, by the kind of their plans; None: these run the long way
+CALLS = Kinds[tuple[Any, ...] | None, dict[PlanKind, PreparedCall | None]]()
 
 
 def attend(
@@ -42,7 +62,8 @@ def attend(
 
     q             packed [num_tokens, num_heads, dim] with `cu_seqlens_q` (int32 [num_seqs + 1];
                   without it one token a sequence), or padded [num_seqs, q_len, num_heads, dim]
-    keys          DenseKV, RaggedKV, PagedKV, or SelectedKV, whose lists say which keys a token sees
+    keys          DenseKV, RaggedKV, PagedKV, LatentKV, or SelectedKV, whose lists say which keys a
+                  token sees
     causal        a token sees the keys up to its own; queries stand at the end of the keys
     window        a token sees at most this many keys, counted back from its own
     softcap       logits become softcap * tanh(logit / softcap)
@@ -61,6 +82,19 @@ def attend(
     Tokens that see no key, and rows beyond `cu_seqlens_q[-1]`, get out 0 and lse -inf. Returns the
     state in the shape of `q`. Not differentiable.
     """
+    tensors = (q, cu_seqlens_q, sinks, tree_mask, *(prior or NO_STATE), *(out or NO_STATE))
+    order = {"causal": causal, "window": window, "tree_mask": tree_mask, "impl": impl}
+    identity, kind = keys.identity, None
+    if identity is not None and not check and (described := describe(tensors)) is not None:
+        given = (causal, window, softcap, scale, impl, torch.is_grad_enabled())
+        kind = (identity.kind, described, *given)
+    if (known := CALLS.get(kind)) is not None:
+        plan = plan or make_plan(q, keys, cu_seqlens_q=cu_seqlens_q, **order)
+        prepared = known.get(plan.kind)
+        if prepared is not None and identity is not None:
+            read = (plan.room, *identity.tensors)
+            if out is None or are_apart(out, (*tensors[:6], *read)):
+                return _run(prepared, tensors, read, out)
     rules = make_rules(
         causal=causal,
         window=window,
@@ -83,16 +117,81 @@ def attend(
         keys.check_content()
     if prior is not None:
         prior = pack_prior(prior, q, keys.head_dim_v, queries.packed.shape[:2])
+        call = call._replace(prior=prior)
     if out is not None:
-        state = _attend_into(q, call, plan, prior, out, impl)
+        _check_out(q, call, out)
+    if kind is None or identity is None:
+        state = _attend_shaped(q, call, plan, out, impl)
     else:
-        run = _attend_traced if torch.compiler.is_compiling() else _attend
-        state = run(call, plan, impl, prior, None)
-        if queries.packed.shape != q.shape:
-            state = AttentionState(*(x.view(*q.shape[:-1], *x.shape[2:]) for x in state))
+        plan = plan or make_plan(q, keys, cu_seqlens_q=cu_seqlens_q, **order)
+        known = CALLS.keep(kind, {}) if known is None else known
+        state = _attend_recorded(q, call, plan, out, tensors, known, sinks_apart is None)
     if sinks_apart is None:
         return state
     return merge(state, AttentionState.sink(sinks_apart, state), out=state)
+
+
+def _run(
+    prepared: PreparedCall,
+    tensors: tuple[torch.Tensor | None, ...],
+    read: tuple[torch.Tensor | None, ...],
+    out: AttentionState | None,
+) -> AttentionState:
+    (run, launches, _), shape, strides, lse_strides, dtype, device = prepared
+    if out is not None:
+        run(launches, (*tensors, *read))
+        return out
+    state = AttentionState(
+        allocate(shape, strides, dtype, device),
+        allocate(shape[:-1], lse_strides, torch.float32, device),
+    )
+    run(launches, (*tensors[:6], *state, *read))
+    return state
+
+
+def _attend_recorded(
+    q: torch.Tensor,
+    call: AttendCall,
+    plan: Plan,
+    out: AttentionState | None,
+    tensors: tuple[torch.Tensor | None, ...],
+    known: dict[PlanKind, PreparedCall | None],
+    is_all: bool,  # nothing follows that would have to run again
+) -> AttentionState:
+    """The long way, which says how the next call of the kind can do without it."""
+    is_all = is_all and (call.prior is None or load_producer(plan.impl).RESUMES)
+    if not is_all or plan.kind in known:
+        known[plan.kind] = None
+        return _attend_shaped(q, call, plan, out, plan.impl)
+    with record() as recording:
+        state = _attend_shaped(q, call, plan, out, plan.impl)
+    identity = call.keys.identity
+    assert identity is not None
+    found = prepare(recording, (*tensors[:6], *state), (plan.room,), identity.tensors)
+    known[plan.kind] = None
+    if found is not None:
+        shape, strides = tuple(state.out.shape), state.out.stride()
+        known[plan.kind] = PreparedCall(
+            found, shape, strides, state.lse.stride(), q.dtype, q.device
+        )
+    return state
+
+
+def _attend_shaped(
+    q: torch.Tensor,
+    call: AttendCall,
+    plan: Plan | None,
+    out: AttentionState | None,
+    impl: str | None,
+) -> AttentionState:
+    """The state in the shape of `q`."""
+    run = trace_call if torch.compiler.is_compiling() else attend_call
+    if out is not None:
+        return _attend_into(q, call, plan, out, impl, run)
+    state = run(call, plan, impl, None)
+    if call.queries.packed.shape != q.shape:
+        state = AttentionState(*(x.view(*q.shape[:-1], *x.shape[2:]) for x in state))
+    return state
 
 
 def _check_sinks(q: torch.Tensor, rules: Rules) -> torch.Tensor | None:
@@ -118,163 +217,37 @@ def _check(call: AttendCall, plan: Plan | None, impl: str | None) -> None:
             raise ValueError(f"the plan was made by {plan.impl!r}, got impl={impl!r}")
 
 
-def _attend(
-    call: AttendCall,
-    plan: Plan | None,
-    impl: str | None,
-    prior: AttentionState | None,
-    out: AttentionState | None,
-) -> AttentionState:
-    """By the producer that made the plan, or the one that is asked for or found."""
-    name = choose_producer(call, UNPLANNED, impl) if plan is None else plan.impl
-    producer, work = load_producer(name), None if plan is None else plan.work
-    if prior is not None and name in RESUMING:
-        return cast("ResumingProducer", producer).attend(call, work, out, prior)
-    return merge_prior(producer.attend(call, work, out), prior)
+def _check_out(q: torch.Tensor, call: AttendCall, out: AttentionState) -> None:
+    """Refuse a state that cannot hold the result, or shares memory with what is read."""
+    check_destination(out, (*q.shape[:-1], call.keys.head_dim_v), (q.dtype,), q.device)
+    if out.out.stride(-1) != 1 < out.out.shape[-1]:
+        raise ValueError(
+            f"out.out must be contiguous in its last dimension, got strides {out.out.stride()}"
+        )
+    if not torch.compiler.is_compiling():
+        prior = call.prior
+        read = {} if prior is None else {"prior.out": prior.out, "prior.lse": prior.lse}
+        check_unshared(out, {"q": q, **call.keys.tensors(), **read})
 
 
 def _attend_into(
     q: torch.Tensor,
     call: AttendCall,
     plan: Plan | None,
-    prior: AttentionState | None,
     out: AttentionState,
     impl: str | None,
+    run: Callable[..., AttentionState],
 ) -> AttentionState:
     """Write into a state of the shape of `q`."""
-    check_destination(out, (*q.shape[:-1], call.keys.head_dim_v), (q.dtype,), q.device)
-    if out.out.stride(-1) != 1 < out.out.shape[-1]:
-        raise ValueError(
-            f"out.out must be contiguous in its last dimension, got strides {out.out.stride()}"
-        )
-    run = _attend_traced
-    if not torch.compiler.is_compiling():
-        read = {} if prior is None else {"prior.out": prior.out, "prior.lse": prior.lse}
-        check_unshared(out, {"q": q, **call.keys.tensors(), **read})
-        run = _attend
     shape = call.queries.packed.shape[:2]
     if q.dim() == 3 and q.shape[1] == shape[1]:
-        run(call, plan, impl, prior, out)
+        run(call, plan, impl, out)
         return out
     rows = AttentionState(*(x.reshape(*shape, *x.shape[q.dim() - 1 :]) for x in out))
-    run(call, plan, impl, prior, rows)
+    run(call, plan, impl, rows)
     folds_heads = q.shape[-2] != shape[1]
     for mine, written in zip(out, rows, strict=True):
         viewed = mine.is_contiguous() or not folds_heads
         if not viewed or mine.stride(0) != mine.stride(1) * mine.shape[1]:  # rows are a copy
             mine.copy_(written.view(mine.shape))
     return out
-
-
-def _attend_traced(
-    call: AttendCall,
-    plan: Plan | None,
-    impl: str | None,
-    prior: AttentionState | None,
-    out: AttentionState | None,
-) -> AttentionState:
-    """By an operator, which a tracer takes whole."""
-    queries, keys, rules, _ = call
-    arguments = (
-        queries.packed,
-        queries.starts(),
-        *flatten_source(keys),
-        *rules,
-        impl if plan is None else plan.impl,
-        [] if plan is None else plan.tensors,
-        None if plan is None else plan.text,
-    )
-    if out is not None and prior is None:
-        torch.ops.anabranch.attend_into(*out, *arguments)
-        return out
-    state = merge_prior(AttentionState(*torch.ops.anabranch.attend(*arguments)), prior)
-    if out is None:
-        return state
-    for mine, found in zip(out, state, strict=True):
-        mine.copy_(found)  # a prior state is read before `out`, which may be the same, is written
-    return out
-
-
-@torch.library.custom_op("anabranch::attend", mutates_args=())
-def _attend_op(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    kind: str,
-    key_tensors: list[torch.Tensor],
-    key_static: list[int],
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    sinks: torch.Tensor | None,
-    tree_mask: torch.Tensor | None,
-    impl: str | None,
-    plan_tensors: list[torch.Tensor],  # scratch: what is written there nobody else reads
-    plan_text: str | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    rules = Rules(causal, window, softcap, scale, sinks, tree_mask)
-    keys = rebuild_source(kind, key_tensors, key_static)
-    return _run(q, cu_seqlens_q, keys, rules, impl, plan_tensors, plan_text, None)
-
-
-@_attend_op.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    kind: str,
-    key_tensors: list[torch.Tensor],
-    key_static: list[int],
-    *_: object,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    head_dim_v = rebuild_source(kind, key_tensors, key_static).head_dim_v
-    shape = (q.shape[0], q.shape[1], head_dim_v)
-    return q.new_empty(shape), q.new_empty(shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op("anabranch::attend_into", mutates_args=("out", "lse"))
-def _attend_into_op(
-    out: torch.Tensor,
-    lse: torch.Tensor,
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    kind: str,
-    key_tensors: list[torch.Tensor],
-    key_static: list[int],
-    causal: bool,
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    sinks: torch.Tensor | None,
-    tree_mask: torch.Tensor | None,
-    impl: str | None,
-    plan_tensors: list[torch.Tensor],
-    plan_text: str | None,
-) -> None:
-    rules = Rules(causal, window, softcap, scale, sinks, tree_mask)
-    keys = rebuild_source(kind, key_tensors, key_static)
-    state = AttentionState(out, lse)
-    _run(q, cu_seqlens_q, keys, rules, impl, plan_tensors, plan_text, state)
-
-
-@_attend_into_op.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(*_: object) -> None:
-    pass
-
-
-def _run(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    keys: KeySource,
-    rules: Rules,
-    impl: str | None,
-    plan_tensors: list[torch.Tensor],
-    plan_text: str | None,
-    out: AttentionState | None,
-) -> AttentionState:
-    """A call from the arguments of an operator; what was traced is checked already."""
-    call = AttendCall(Queries(q, cu_seqlens_q, 0, keys.num_seqs), keys, rules, keys.view())
-    if plan_text is None:
-        return load_producer(choose_producer(call, UNPLANNED, impl)).attend(call, None, out)
-    assert impl is not None
-    producer = load_producer(impl)
-    return producer.attend(call, producer.rebuild_plan(plan_tensors, plan_text), out)

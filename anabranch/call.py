@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -19,6 +19,7 @@ class AttendCall(NamedTuple):
     keys: KeySource
     rules: Rules
     view: KeyView  # of the keys
+    prior: AttentionState | None = None  # a stack of states over other keys, merged into this one
 
 
 def new_state(call: AttendCall) -> AttentionState:
@@ -33,10 +34,23 @@ class PlanOptions(NamedTuple):
     """How work may be divided."""
 
     batch_invariant: bool = False  # the bits of a sequence do not depend on the batch
-    fused_merge: bool | None = None  # parts are merged without a second launch; None: as is faster
+    fused_merge: bool | None = None  # parts need no second launch; None: the producer chooses
     config: object | None = None  # the producer's own tiles, in place of those it would select
     rows_per_seq: float | None = None  # that tiles are selected for; by default the average
     leave_empty: bool = False  # rows that see no key need not be written
+
+
+class PlanLayout(Protocol):
+    """What a plan holds; equal layouts have equal hashes."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the room."""
+        ...
+
+    def open(self, room: torch.Tensor) -> Any:
+        """The plan as tensors in the room, and what they are for."""
+        ...
 
 
 class CallShape(NamedTuple):

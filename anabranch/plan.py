@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
-from anabranch.call import AttendCall, CallShape, PlanOptions, shape_of
+from anabranch.call import AttendCall, CallShape, PlanLayout, PlanOptions, shape_of
 from anabranch.keys import KeySource
+from anabranch.launches.allocation import allocate
+from anabranch.launches.call_kinds import Kinds, describe
+from anabranch.launches.recorder import PreparedLaunches, prepare, record
 from anabranch.producers import choose_producer, load_producer
 from anabranch.queries import check_queries, pack_queries
 from anabranch.rules import check_list_rules, make_rules
+
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class PlanKind:
+    """All of a plan but what lies in device memory; plans of one kind share the object."""
+
+    impl: str  # the producer that makes and runs it
+    shape: CallShape
+    layout: PlanLayout
+    number: int  # its name in a traced graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,19 +37,40 @@ class Plan:
     Made inside a captured graph, it is made anew from the lengths at each replay.
     """
 
-    impl: str  # the producer that made it and runs it
-    shape: CallShape
-    work: Any  # the producer's own,
-    tensors: list[torch.Tensor]  # and the same as arguments of a torch operator
-    text: str
+    kind: PlanKind
+    room: torch.Tensor  # bytes
+
+    @property
+    def impl(self) -> str:
+        """The producer that made it and runs it."""
+        return self.kind.impl
+
+    @property
+    def work(self) -> Any:
+        """The producer's own view of it."""
+        return self.kind.layout.open(self.room)
 
     def check(self, shape: CallShape) -> None:
         """Refuse a call that the plan was not made for."""
-        if shape == self.shape:
+        if shape == self.kind.shape:
             return
-        for name, planned, given in zip(CallShape._fields, self.shape, shape, strict=True):
+        for name, planned, given in zip(CallShape._fields, self.kind.shape, shape, strict=True):
             if planned != given:
                 raise ValueError(f"the plan was made for {name} = {planned}, got {given}")
+
+
+class PreparedPlan(NamedTuple):
+    """How plans of a kind are made: one allocation, and what fills it."""
+
+    kind: PlanKind
+    device: torch.device
+    filling: PreparedLaunches | None
+
+
+KINDS = Kinds[tuple[str, CallShape, PlanLayout], PlanKind]()
+NUMBERED = WeakValueDictionary[int, PlanKind]()
+PLANS = Kinds[tuple[Any, ...] | None, PreparedPlan]()
+_numbers = count()
 
 
 def make_plan(
@@ -67,6 +103,18 @@ def make_plan(
     The parts of a call wait in the plan, so calls that share it must run one after the other. On
     one stream they do; for calls on several streams, make a plan for each.
     """
+    options = PlanOptions(batch_invariant, fused_merge, config, rows_per_seq, leave_empty)
+    identity, kind, known = keys.identity, None, None
+    if identity is not None and config is None:
+        order = (causal, window, tree_mask is None)
+        described = describe((q, cu_seqlens_q))
+        kind = None if described is None else (identity.kind, described, *order, options, impl)
+        known = PLANS.get(kind)
+        if known is not None and known.filling is not None:
+            room = allocate((known.kind.layout.size,), (1,), torch.uint8, known.device)
+            run, launches, _ = known.filling
+            run(launches, (q, cu_seqlens_q, *identity.tensors, room))
+            return Plan(known.kind, room)
     rules = make_rules(
         causal=causal, window=window, tree_mask=tree_mask, head_dim=q.shape[-1] if q.dim() else 1
     )
@@ -75,8 +123,29 @@ def make_plan(
     queries = pack_queries(q, keys, cu_seqlens_q)
     check_queries(queries.packed, keys)
     call = AttendCall(queries, keys, rules, keys.view())
-    options = PlanOptions(batch_invariant, fused_merge, config, rows_per_seq, leave_empty)
-    name = choose_producer(call, options, impl)
+    if identity is None or kind is None or known is not None:
+        return plan_call(call, options, impl)
+    with record() as recording:
+        plan = plan_call(call, options, impl)
+    filling = prepare(recording, (q, cu_seqlens_q), identity.tensors, (plan.room,))
+    PLANS.keep(kind, PreparedPlan(plan.kind, q.device, filling))
+    return plan
+
+
+def plan_call(call: AttendCall, options: PlanOptions, impl: str | None) -> Plan:
+    """The plan of a call that has been checked."""
+    name, device = choose_producer(call, options, impl), call.queries.packed.device
     producer = load_producer(name)
-    work = producer.make_plan(call, options)
-    return Plan(name, shape_of(call), work, *producer.flatten_plan(work))
+    layout = producer.lay_out(call, options)
+    kind = _kind_of(name, shape_of(call), layout)
+    room = torch.empty(layout.size, dtype=torch.uint8, device=device)
+    producer.fill_plan(call, layout, room)
+    return Plan(kind, room)
+
+
+def _kind_of(impl: str, shape: CallShape, layout: PlanLayout) -> PlanKind:
+    known = KINDS.get((impl, shape, layout))
+    if known is None:
+        known = PlanKind(impl, shape, layout, next(_numbers))
+        NUMBERED[known.number] = KINDS.keep((impl, shape, layout), known)
+    return known

@@ -9,7 +9,7 @@ from typing import Any, Protocol, cast
 
 import torch
 
-from anabranch.call import AttendCall, PlanOptions
+from anabranch.call import AttendCall, PlanLayout, PlanOptions
 from anabranch.state import AttentionState
 
 # Asked in this order; without a name, the first that can run a call does.
@@ -18,12 +18,13 @@ PRODUCERS = {
     "gluon": "anabranch.kernels.gluon.attend",
     "triton": "anabranch.kernels.triton.attend",
 }
-RESUMING = ("triton",)  # those that are ResumingProducers
 ENVIRONMENT_VARIABLE = "ANABRANCH_ATTEND"
 
 
 class Producer(Protocol):
-    """A module that makes states. Its plans are its own; nobody else looks into one."""
+    """A module that makes states. A plan is its layout and a room; nobody else looks into them."""
+
+    RESUMES: bool  # whether it goes on from the prior states of a call; else they are merged after
 
     def refusal(self, call: AttendCall, options: PlanOptions) -> str | None:
         """Why a call cannot run here, naming the value that is in the way; None if it can."""
@@ -33,30 +34,18 @@ class Producer(Protocol):
         """Whether it should run a call that it can run and that names no producer."""
         ...
 
-    def make_plan(self, call: AttendCall, options: PlanOptions) -> Any:
-        """Divide the work of a call."""
+    def lay_out(self, call: AttendCall, options: PlanOptions) -> PlanLayout:
+        """What a plan of a call holds, and how large it is; nothing runs on the device."""
         ...
 
-    def attend(self, call: AttendCall, plan: Any, out: AttentionState | None) -> AttentionState:
-        """The state of a call, written into `out` if that is given. Makes a plan for itself."""
+    def fill_plan(self, call: AttendCall, layout: Any, room: torch.Tensor) -> None:
+        """Divide the work of a call on the device."""
         ...
-
-    def flatten_plan(self, plan: Any) -> tuple[list[torch.Tensor], str]:
-        """A plan as tensors and text, for a torch operator."""
-        ...
-
-    def rebuild_plan(self, tensors: list[torch.Tensor], text: str) -> Any:
-        """The plan that was flattened."""
-        ...
-
-
-class ResumingProducer(Protocol):
-    """A producer that can go on from states over other keys."""
 
     def attend(
-        self, call: AttendCall, plan: Any, out: AttentionState | None, prior: AttentionState
+        self, call: AttendCall, layout: Any, room: torch.Tensor, out: AttentionState | None
     ) -> AttentionState:
-        """The state of a call merged with a stack [states, tokens, heads, dim]."""
+        """The state of a call, written into `out` if that is given."""
         ...
 
 

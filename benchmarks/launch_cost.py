@@ -26,9 +26,10 @@ import anabranch
 from anabranch import AttentionState
 from anabranch.bench.peers.site import add_folder, import_peer
 from anabranch.bench.timing import time_graph, time_loop
-from anabranch.kernels.cuda import compilers, driver
+from anabranch.kernels.cuda import compilers
 from anabranch.kernels.cuda.layout import DTYPES
 from anabranch.kernels.cuda.merge import SOURCES, load, load_shortcut
+from anabranch.launches import driver
 from anabranch.state import merge_stacked
 
 Pair = tuple[AttentionState, AttentionState]

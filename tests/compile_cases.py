@@ -29,6 +29,7 @@ from hot_loop import (
     serialised,
     waits_after_exponentials,
 )
+from lengths import call_of_lengths
 from triton import knobs
 
 from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
@@ -324,7 +325,8 @@ def order_cases(_: int) -> Iterator[Case]:
         lengths = ints(9)
         given = (None, lengths) if packed else (lengths[1:], None)
         buffer = ints(order_size(8, 64, 33, constants))
-        order(buffer, lengths, *given, 4096, 64, window, 33, constants)
+        call = call_of_lengths(64, lengths, *given, 4096, window)
+        order(buffer, ints(64), call, 33, constants)
 
     yield "lengths", partial(launch, False, None, False, True)
     yield "packed, window", partial(launch, True, 100, False, False)
@@ -358,16 +360,9 @@ def schedule_cases(_: int) -> Iterator[Case]:
         config = AttendConfig(rows, 64, num_warps=4, num_stages=3, workers_per_sm=2)
         given = {"page_size": 16, "num_programs": 264, "folds_parts": fixed_parts}
         constants = program_of(config, (128, 128), **given).constants
-        schedule(
-            ints(schedule_size(8, 8, constants)),
-            lengths,
-            lengths[1:] if seq_lens else None,
-            lengths if cu_seqlens else None,
-            4096,
-            8,
-            window,
-            constants,
-        )
+        given = (lengths[1:] if seq_lens else None, lengths if cu_seqlens else None)
+        call = call_of_lengths(8, lengths, *given, 4096, window)
+        schedule(ints(schedule_size(8, 8, constants)), ints(64), call, constants)
 
     yield "lengths", partial(launch, True, False, None, False)
     yield "lengths, window, fixed parts", partial(launch, True, False, 100, True)

@@ -40,8 +40,9 @@ from anabranch import (
 )
 from anabranch.call import PlanOptions
 from anabranch.kernels.config import AttendConfig
-from anabranch.kernels.triton import attend as triton_producer
 from anabranch.keys import KeySource, flatten_source
+from anabranch.plan import plan_call
+from anabranch.traced_call import attend_call
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 GPU = pytest.mark.gpu
@@ -326,9 +327,9 @@ def test_values_in_keys(
     keys = replace(keys, v=torch.full_like(right.v, torch.nan)) if once else right
     call = make_call(q, keys, options)
     call = call._replace(view=call.view._replace(values_in_keys=True))
-    plan = triton_producer.make_plan(call, PlanOptions(config=config))
-    assert plan.program.constants.source.values_in_keys == once
-    assert_right(triton_producer.attend(call, plan, None), q, right, options)
+    plan = plan_call(call, PlanOptions(config=config), "triton")
+    assert plan.work.program.constants.source.values_in_keys == once
+    assert_right(attend_call(call, plan, None, None), q, right, options)
 
 
 @every_device
@@ -544,7 +545,7 @@ def test_operator_is_as_it_says(impl: str) -> None:
     case = Case(q_lens=(1, 3), k_lens=(40, 2), dims=(16, 16))
     q, keys, options = make_inputs(case, 0)
     rules = (True, None, None, 0.25, None, None)
-    arguments = (q, options["cu_seqlens_q"], *flatten_source(keys), *rules, impl, [], None)
+    arguments = (q, options["cu_seqlens_q"], *flatten_source(keys), *rules, impl, None, None)
     torch.library.opcheck(torch.ops.anabranch.attend.default, arguments)
     out = AttentionState(torch.empty_like(q), torch.empty(q.shape[:2]))
     torch.library.opcheck(torch.ops.anabranch.attend_into.default, (*out, *arguments))

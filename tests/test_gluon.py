@@ -9,13 +9,15 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 from cases import Case, assert_right, make_inputs
+from lengths import call_of_lengths
 
 from anabranch import AttentionState, attend, make_plan
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import capability
 from anabranch.kernels.gluon.config import HEAD_DIMS, hopper_constants, select_tiles
-from anabranch.kernels.gluon.order import HEADER, ITEM, num_slots, order, order_size
-from anabranch.kernels.gluon.plan import HopperPlan, make_hopper_plan
+from anabranch.kernels.gluon.items import HEADER, ITEM
+from anabranch.kernels.gluon.order import num_slots, order, order_size
+from anabranch.kernels.gluon.plan import HopperLayout, lay_out_items
 from anabranch.queries import Queries
 from anabranch.rules import Rules
 
@@ -301,14 +303,14 @@ def test_items_cover_every_tile_once(
 
 def test_batch_invariant_plans_have_one_program() -> None:
     """A batch of many long prompts, none of which is cut, and one that would be."""
-    plans: list[HopperPlan] = []
+    layouts: list[HopperLayout] = []
     for num_seqs, q_len in ((8, 700), (1, 8)):
         case = replace(MIXED, q_lens=(q_len,) * num_seqs, k_lens=(700,) * num_seqs, device="cpu")
         q, keys, options = make_inputs(replace(case, padding=0), 0)
         queries = Queries(q, options["cu_seqlens_q"], q_len, num_seqs)
         call = AttendCall(queries, keys, Rules(causal=True, scale=1.0), keys.view())
-        plans.append(make_hopper_plan(call, PlanOptions(batch_invariant=True)))
-    assert plans[0].constants is plans[1].constants
+        layouts.append(lay_out_items(call, PlanOptions(batch_invariant=True)))
+    assert layouts[0].constants is layouts[1].constants
 
 
 def ordered(q_lens, k_lens, window, constants) -> tuple[list[list[int]], int]:
@@ -320,6 +322,7 @@ def ordered(q_lens, k_lens, window, constants) -> tuple[list[list[int]], int]:
         (order_size(len(q_lens), num_tokens, slots, constants),), -7, dtype=torch.int32
     )
     lens = torch.tensor(k_lens, dtype=torch.int32)
-    order(buffer, starts, lens, None, capacity, num_tokens, window, slots, constants)
+    call = call_of_lengths(num_tokens, starts, lens, None, capacity, window)
+    order(buffer, starts.clone(), call, slots, constants)
     items = buffer[HEADER.value :][: int(buffer[0]) * ITEM.value].view(-1, ITEM.value)
     return items.tolist(), slots

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 from cases import Case, assert_right, make_inputs
+from lengths import call_of_lengths
 
 from anabranch import AttentionState, LatentKV, attend, make_plan
 from anabranch.device import capability
@@ -18,7 +19,6 @@ from anabranch.kernels.gluon.latent_config import (
     LatentConstants,
     LatentTiles,
     latent_constants,
-    latent_constants_from,
 )
 from anabranch.kernels.gluon.latent_walk import begin_walk, take_item
 from anabranch.kernels.triton.schedule import schedule
@@ -207,15 +207,6 @@ def test_what_runs_where() -> None:
         make_plan(narrow, some, impl="gluon", **given)
 
 
-def test_constants_survive_their_text() -> None:
-    given = {"num_heads": 128, "page_size": 16, "num_programs": 132}
-    constants = latent_constants(LatentTiles(least_share=3), causal=True, **given)
-    read = latent_constants_from(constants.text)
-    for name in ("tiles", "num_heads", "num_packs", "page_size", "block_n", "text"):
-        assert getattr(read, name) == getattr(constants, name)
-    assert read.work.division == constants.work.division
-
-
 @triton.jit
 def walk_kernel(schedule_ptr, items_ptr, counts_ptr, MOST: tl.constexpr, W: tl.constexpr):
     """Write the items of one worker, as a partition of the Hopper kernel walks through them."""
@@ -245,7 +236,8 @@ def walked(
     starts = torch.tensor([*accumulate(q_lens, initial=0)], dtype=torch.int32)
     lens = torch.tensor(k_lens, dtype=torch.int32)
     buffer = torch.full((schedule_size(len(q_lens), sum(q_lens), work),), -7, dtype=torch.int32)
-    schedule(buffer, starts, lens, None, max(k_lens), sum(q_lens), None, work)
+    call = call_of_lengths(sum(q_lens), starts, lens, None, max(k_lens), None)
+    schedule(buffer, starts.clone(), call, work)
     num_workers = work.division.num_workers
     items = torch.full((num_workers, most, 7), -7, dtype=torch.int32)
     counts = torch.zeros(num_workers, dtype=torch.int32)

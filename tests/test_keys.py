@@ -6,9 +6,7 @@ import pytest
 import torch
 from cases import SOURCES, Case, make_inputs
 
-from anabranch.kernels.config import AttendConfig
-from anabranch.kernels.triton.constants import attend_program, program_from
-from anabranch.keys import KINDS, PLAIN, KeySource, flatten_source, rebuild_source
+from anabranch.keys import KINDS, KeySource, flatten_source, rebuild_source
 
 CASE = Case(q_lens=(1, 1, 1), k_lens=(5, 20, 0), dims=(16, 24))
 
@@ -66,14 +64,3 @@ def test_every_source_is_listed() -> None:
     assert {kind.__qualname__ for kind in in_package} == {
         kind.__qualname__ for kind in KINDS.values()
     }
-
-
-def test_a_program_is_written_by_name() -> None:
-    shape = {"causal": True, "group": 4, "num_kv_heads": 2, "head_dim_k": 80, "head_dim_v": 64}
-    formats = {"k_format": PLAIN, "v_format": PLAIN, "values_in_keys": True}
-    config = AttendConfig(16, 64, 4, 3, 2, max_registers=128)
-    program = attend_program(config, **shape, num_programs=6, page_size=16, **formats)
-    again = program_from(program.text)
-    assert repr(again) == repr(program)
-    assert again.options == {"num_warps": 4, "num_stages": 3, "maxnreg": 128}
-    assert '"block_n": 64' in program.text

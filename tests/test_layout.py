@@ -15,10 +15,11 @@ PACKAGE = Path(anabranch.__file__).parent
 # From low to high; a module imports only from its own layer and the layers below it.
 LAYERS = [
     {"state", "shapes"},
+    {"launches"},
     {"keys", "device", "destination"},
     {"rules", "queries", "call"},
     {"kernels"},
-    {"merge", "producers", "plan", "prior", "attend", "append"},
+    {"merge", "producers", "plan", "prior", "traced_call", "attend", "append"},
     {
         "tree",
         "selectors",
@@ -55,8 +56,13 @@ KERNELS_READ = {
     "call",
     "device",
     "kernels.config",
-    "kernels.build_cache",
     "kernels.compile",
+    "kernels.room",
+    "launches",
+    "launches.build_cache",
+    "launches.driver",
+    "launches.extension",
+    "launches.recorder",
     "kernels.linear_config",
     "kernels.list_config",
     "kernels.expert_config",

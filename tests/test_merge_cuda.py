@@ -28,10 +28,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anabranch
 from anabranch import AttentionState
-from anabranch.kernels import build_cache as cache
-from anabranch.kernels.cuda import compilers, driver
+from anabranch.kernels.cuda import compilers
 from anabranch.kernels.cuda.layout import DTYPES, KERNELS, Layout, select_layout
-from anabranch.kernels.cuda.merge import DLPACK_CUDA, SOURCES, load, load_launcher, load_shortcut
+from anabranch.kernels.cuda.merge import SOURCES, load, load_launcher, load_shortcut
+from anabranch.launches import build_cache as cache
+from anabranch.launches import driver
+from anabranch.launches.extension import DLPACK_CUDA, build_extension
 from anabranch.state import merge_stacked
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -143,7 +145,7 @@ def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
         compilers.find_cuda_compiler.__wrapped__()
     monkeypatch.setattr(shutil, "which", lambda *_args, **_options: None)
     with pytest.raises(RuntimeError, match="needs a C compiler"):
-        compilers.build_extension(SOURCES / "launcher.c")
+        build_extension(SOURCES / "launcher.c")
 
 
 @pytest.fixture
@@ -370,7 +372,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache.ENVIRONMENT_VARIABLE, str(folder))
         try:
-            launcher = compilers.build_extension(SOURCES / "launcher.c")
+            launcher = build_extension(SOURCES / "launcher.c")
         except RuntimeError as error:
             pytest.skip(str(error))
     launcher.attach(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from anabranch.keys.columns import KeyColumns, ScatteredColumns, ViewedColumns, last_positions
 from anabranch.keys.pair import KeysAndValues, check_index, check_pair
-from anabranch.keys.source import KeyLengths
+from anabranch.keys.source import Identity, KeyLengths
 from anabranch.keys.view import KeyView, store_of
 
 
@@ -21,8 +21,13 @@ class DenseKV(KeysAndValues):
     k: torch.Tensor  # [num_seqs, max_len, num_kv_heads, head_dim_k]
     v: torch.Tensor  # [num_seqs, max_len, num_kv_heads, head_dim_v]
     seq_lens: torch.Tensor | None = None  # int32 [num_seqs]
+    identity: Identity | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.identify((self.k, self.v, self.seq_lens))
+
+    def check(self) -> None:
+        """Keys, values and lengths."""
         sizes = check_pair(self.k, self.v, "num_seqs max_len")
         if self.seq_lens is not None:
             check_index("seq_lens", self.seq_lens, self.k.device)

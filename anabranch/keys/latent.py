@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -10,6 +10,7 @@ import torch
 from anabranch.keys.columns import DecodedColumns, KeyColumns
 from anabranch.keys.formats import check_blocks, encoded_store, rows_of
 from anabranch.keys.pages import PagedSource, query_dtype_of
+from anabranch.keys.source import Identity
 from anabranch.keys.view import KeyStore, KeyView
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
 
@@ -30,8 +31,14 @@ class LatentKV(PagedSource):
     head_dim_v: int  # pyright: ignore[reportIncompatibleMethodOverride] (a field that is read)
     cache_scales: torch.Tensor | None = None  # [1], [num_pages, page_size] or with [.., blocks]
     query_dtype: torch.dtype | None = None  # needed where the cache does not have it
+    identity: Identity | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        tensors = (self.cache, self.page_table, self.seq_lens, self.cache_scales)
+        self.identify(tensors, self.head_dim_v, self.query_dtype)
+
+    def check(self) -> None:
+        """Rows, table, lengths and scales."""
         sizes = Sizes()
         sizes.match("cache", self.cache, "num_pages page_size head_dim_k")
         if not 1 <= self.head_dim_v <= self.head_dim_k:

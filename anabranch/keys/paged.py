@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from anabranch.keys.columns import (
 from anabranch.keys.formats import encoded_store, rows_of
 from anabranch.keys.pages import PagedSource, query_dtype_of
 from anabranch.keys.pair import KeysAndValues, check_pair
+from anabranch.keys.source import Identity
 from anabranch.keys.view import KeyStore, KeyView, store_of
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype, read_index
 
@@ -39,8 +40,14 @@ class PagedKV(KeysAndValues, PagedSource):
     k_scales: torch.Tensor | None = None
     v_scales: torch.Tensor | None = None
     query_dtype: torch.dtype | None = None  # needed where neither cache has it
+    identity: Identity | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        tensors = (self.k, self.v, self.page_table, self.seq_lens, self.k_scales, self.v_scales)
+        self.identify(tensors, self.query_dtype)
+
+    def check(self) -> None:
+        """Caches, table, lengths and scales."""
         if self._is_plain:
             sizes = check_pair(self.k, self.v, "num_pages page_size")
         else:

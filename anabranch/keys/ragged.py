@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 
 from anabranch.keys.columns import KeyColumns, ScatteredColumns, ViewedColumns, last_positions
 from anabranch.keys.pair import KeysAndValues, check_index, check_pair
-from anabranch.keys.source import KeyLengths
+from anabranch.keys.source import Identity, KeyLengths
 from anabranch.keys.view import PLAIN, KeyStore, KeyView
 
 
@@ -21,8 +21,13 @@ class RaggedKV(KeysAndValues):
     k: torch.Tensor  # [num_keys, num_kv_heads, head_dim_k]
     v: torch.Tensor  # [num_keys, num_kv_heads, head_dim_v]
     cu_seqlens: torch.Tensor  # int32 [num_seqs + 1]
+    identity: Identity | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.identify((self.k, self.v, self.cu_seqlens))
+
+    def check(self) -> None:
+        """Keys, values and where sequences begin."""
         check_pair(self.k, self.v, "num_keys")
         check_index("cu_seqlens", self.cu_seqlens, self.k.device)
         if self.cu_seqlens.dim() != 1 or not self.cu_seqlens.shape[0]:

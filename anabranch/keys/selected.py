@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
 import torch
@@ -13,7 +13,7 @@ from anabranch.keys.formats import rows_of
 from anabranch.keys.latent import LatentKV
 from anabranch.keys.paged import PagedKV
 from anabranch.keys.pair import check_index
-from anabranch.keys.source import KeyLengths, KeySource
+from anabranch.keys.source import Identity, KeyLengths, KeySource
 from anabranch.keys.steps import common_steps, in_steps
 from anabranch.keys.view import KeyLists, KeyView
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
@@ -45,8 +45,18 @@ class SelectedKV(KeySource):
     counts: torch.Tensor  # int32
     log_weights: torch.Tensor | None = None  # float32
     seqs: torch.Tensor | None = None  # int32
+    identity: Identity | None = field(default=None, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        listed = getattr(self.keys, "identity", None)
+        if listed is None:
+            self.check()
+        else:
+            own = (self.indices, self.counts, self.log_weights, self.seqs)
+            self.identify((*listed.tensors, *own), listed.kind)
+
+    def check(self) -> None:
+        """Lists, and the source whose keys they name."""
         if type(self.keys) not in BASES.values():
             names = " or ".join(source.__name__ for source in BASES.values())
             raise ValueError(f"keys must be {names}, got {type(self.keys).__name__}")

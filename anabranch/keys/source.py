@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from itertools import pairwise
 from typing import ClassVar, NamedTuple, Self
 
@@ -9,6 +10,7 @@ import torch
 
 from anabranch.keys.columns import KeyColumns
 from anabranch.keys.view import KeyView
+from anabranch.launches.call_kinds import Kinds, describe
 from anabranch.shapes import check_ascending, read_index
 
 
@@ -19,11 +21,38 @@ class KeyLengths(NamedTuple):
     cu_seqlens: torch.Tensor | None = None  # int32 [num_seqs + 1]; sequences are packed
 
 
+class Identity(NamedTuple):
+    """What calls over a source are known by: equal kinds differ in pointers alone."""
+
+    kind: Hashable
+    tensors: tuple[torch.Tensor | None, ...]
+
+
+CHECKED = Kinds[Hashable, None]()
+
+
 class KeySource:
     """Keys and values of several sequences. A subclass is frozen data, checked when made."""
 
     __slots__ = ()
     kind: ClassVar[str]  # its name in the table of kinds
+    identity: Identity | None  # None where calls are not prepared
+
+    def check(self) -> None:
+        """Refuse tensors that do not go together."""
+        raise NotImplementedError
+
+    def identify(self, tensors: tuple[torch.Tensor | None, ...], *static: Hashable) -> None:
+        """Check the source, unless one of its kind was checked before."""
+        described = describe(tensors)
+        if described is None:
+            self.check()
+            return
+        kind = (self.kind, described, static)
+        if kind not in CHECKED:
+            self.check()
+            CHECKED.keep(kind, None)
+        object.__setattr__(self, "identity", Identity(kind, tensors))
 
     @property
     def num_seqs(self) -> int:

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from anabranch.kernels.build_cache import cache_directory
+from anabranch.launches.build_cache import cache_directory
 
 CONVERSION = 1  # raised when a conversion would come out differently
 Progress = Callable[[str], None]  # called with what starts now

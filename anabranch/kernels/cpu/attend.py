@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -15,6 +16,7 @@ from anabranch.kernels.cpu.merge import merge
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
+RESUMES = False
 MAX_MERGED_ELEMENTS = 1 << 18  # of a state; temporaries stay in the cache, 5 times faster
 MAX_COPIED_BYTES = 8 << 20  # beyond 32 MiB glibc maps fresh pages at every call, 4 times slower
 
@@ -32,26 +34,33 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
     return True
 
 
-def make_plan(call: AttendCall, options: PlanOptions) -> None:
-    """Nothing: sequences are brought together when they are attended to."""
+class NoLayout(NamedTuple):
+    """Sequences are brought together when they are attended to: there is nothing to divide."""
+
+    size: int = 0
+
+    def open(self, room: torch.Tensor) -> None:
+        """Nothing is in the room."""
+        del room
+
+
+def lay_out(call: AttendCall, options: PlanOptions) -> NoLayout:
+    """Nothing."""
     del call, options
+    return NoLayout()
 
 
-def flatten_plan(plan: None) -> tuple[list[torch.Tensor], str]:
-    """Nothing to pass on."""
-    del plan
-    return [], ""
+def fill_plan(call: AttendCall, layout: NoLayout, room: torch.Tensor) -> None:
+    """With nothing."""
+    del call, layout, room
 
 
-def rebuild_plan(tensors: list[torch.Tensor], text: str) -> None:
-    """Nothing was passed on."""
-    del tensors, text
-
-
-def attend(call: AttendCall, plan: None, out: AttentionState | None) -> AttentionState:
+def attend(
+    call: AttendCall, layout: NoLayout, room: torch.Tensor, out: AttentionState | None
+) -> AttentionState:
     """The state of a call, in `out` if that is given; rows of no sequence are empty."""
-    del plan
-    queries, keys, rules, _ = call
+    del layout, room
+    queries, keys, rules = call.queries, call.keys, call.rules
     q, head_dim_v = queries.packed, keys.head_dim_v
     shape = (*q.shape[:2], head_dim_v)
     bounds = queries.starts().tolist()

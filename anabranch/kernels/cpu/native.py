@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from anabranch.kernels.build_cache import build_once
+from anabranch.launches.build_cache import build_once
 
 FOLDER = Path(__file__).parent
 OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")

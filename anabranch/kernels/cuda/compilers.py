@@ -1,4 +1,4 @@
-"""The compilers found on this machine: NVRTC or nvcc for kernels, a C compiler for the launcher."""
+"""The CUDA compilers found on this machine: NVRTC or nvcc."""
 
 from __future__ import annotations
 
@@ -6,19 +6,16 @@ import ctypes
 import importlib.util
 import os
 import shutil
-import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from functools import cache
-from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from types import ModuleType
 from typing import Protocol
 
 import torch
 
-from anabranch.kernels.build_cache import build_once, read
+from anabranch.launches.build_cache import build_once, read
+from anabranch.launches.extension import run
 
 OPTIONS = ("--std=c++17",)
 
@@ -100,14 +97,14 @@ class Nvcc:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.identity = _run([path, "--version"])
+        self.identity = run([path, "--version"])
 
     def compile(self, source: str, arch: str) -> bytes:
         """A cubin, or a RuntimeError with the compiler's log."""
         with tempfile.TemporaryDirectory() as folder:
             cu, cubin = Path(folder, "merge.cu"), Path(folder, "merge.cubin")
             cu.write_text(source)
-            _run([self.path, f"-arch={arch}", *OPTIONS, "-cubin", "-o", str(cubin), str(cu)])
+            run([self.path, f"-arch={arch}", *OPTIONS, "-cubin", "-o", str(cubin), str(cu)])
             return cubin.read_bytes()
 
 
@@ -127,38 +124,3 @@ def _nvrtc_libraries() -> Iterator[str]:
     if toolkit := os.environ.get("CUDA_HOME"):
         yield str(Path(toolkit, "lib64", name))
     yield f"/usr/local/cuda/lib64/{name}"
-
-
-def build_extension(source: Path) -> ModuleType:
-    """A C file as a Python module of the same name, from the cache if it is there."""
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if compiler is None or not header.exists():
-        missing = (
-            "a C compiler" if compiler is None else f"{header} (a package such as python3-dev)"
-        )
-        raise RuntimeError(f"the launcher of impl='cuda' needs {missing}")
-    command = [compiler, "-O2", "-shared", "-fPIC", f"-I{header.parent}", str(source), "-o"]
-    identity = (source.read_text(), _run([compiler, "--version"]), *command[1:5])
-    path = build_once(
-        source.stem + EXTENSION_SUFFIXES[0], identity, lambda: _compile_extension(command)
-    )
-    spec = importlib.util.spec_from_file_location(source.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def _compile_extension(command: list[str]) -> bytes:
-    with tempfile.TemporaryDirectory() as folder:
-        target = Path(folder, "extension.so")
-        _run([*command, str(target)])
-        return target.read_bytes()
-
-
-def _run(command: list[str]) -> str:
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    if result.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{result.stderr}{result.stdout}")
-    return result.stdout

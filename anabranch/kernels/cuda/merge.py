@@ -13,13 +13,13 @@ from types import ModuleType
 
 import torch
 
-from anabranch.kernels.cuda import driver
-from anabranch.kernels.cuda.compilers import build_cubin, build_extension
+from anabranch.kernels.cuda.compilers import build_cubin
 from anabranch.kernels.cuda.layout import DTYPES, KERNELS, select_layout
+from anabranch.launches import driver
+from anabranch.launches.extension import DLPACK_CUDA, build_extension
 from anabranch.state import AttentionState
 
 SOURCES = Path(__file__).parent
-DLPACK_CUDA = 2  # DLDeviceType
 # In the order in which launcher.c takes them.
 LAUNCHER_FUNCTIONS = (
     "cuLaunchKernelEx",

@@ -7,22 +7,17 @@ import torch
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.device import capability
 from anabranch.kernels.gluon.boxes import store_refusal, takes_rows
-from anabranch.kernels.gluon.config import HEAD_DIMS, HopperTiles, constants_from
+from anabranch.kernels.gluon.config import HEAD_DIMS, HopperTiles
 from anabranch.kernels.gluon.latent_attend import (
     attend_latent_keys,
-    flatten_latent_plan,
     latent_refusal,
     prefers_latent,
-    rebuild_latent_plan,
 )
-from anabranch.kernels.gluon.latent_config import is_latent
-from anabranch.kernels.gluon.latent_plan import LatentPlan, make_latent_plan
-from anabranch.kernels.gluon.plan import HopperPlan, make_hopper_plan
-from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.gluon.latent_plan import LatentLayout, fill_latent, lay_out_latent
+from anabranch.kernels.gluon.plan import HopperLayout, fill_items, lay_out_items
 from anabranch.state import AttentionState
 
-__all__ = ["attend", "flatten_plan", "make_plan", "prefers", "rebuild_plan", "refusal"]
-
+RESUMES = False
 MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's loads
 MIN_ROWS = 32  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
 
@@ -72,49 +67,41 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
     return None
 
 
-def make_plan(call: AttendCall, options: PlanOptions) -> HopperPlan | LatentPlan:
-    """Divide the work of a call."""
+def lay_out(call: AttendCall, options: PlanOptions) -> HopperLayout | LatentLayout:
+    """Room for what divides the work of a call."""
     if call.view.values_in_keys:
-        return make_latent_plan(call, options)
-    return make_hopper_plan(call, options)
+        return lay_out_latent(call, options)
+    return lay_out_items(call, options)
+
+
+def fill_plan(call: AttendCall, layout: HopperLayout | LatentLayout, room: torch.Tensor) -> None:
+    """Divide the work of a call."""
+    if isinstance(layout, LatentLayout):
+        fill_latent(call, layout, room)
+    else:
+        fill_items(call, layout, room)
 
 
 def attend(
-    call: AttendCall, plan: HopperPlan | LatentPlan | None, out: AttentionState | None
+    call: AttendCall,
+    layout: HopperLayout | LatentLayout,
+    room: torch.Tensor,
+    out: AttentionState | None,
 ) -> AttentionState:
     """The state of a call, in `out` if that is given."""
-    if call.view.values_in_keys:
-        assert not isinstance(plan, HopperPlan)
-        return attend_latent_keys(call, plan, out)
-    assert not isinstance(plan, LatentPlan)
+    if isinstance(layout, LatentLayout):
+        return attend_latent_keys(call, layout, room, out)
     from anabranch.kernels.gluon.launch import attend as launch
 
-    queries, _, rules, view = call
-    q = queries.packed
-    state = out
+    q, state = call.queries.packed, out
     if state is None or not takes_rows(state.out):
         state = new_state(call)
     if q.shape[0]:
-        if plan is None:
-            plan = make_hopper_plan(call, PlanOptions())
-        launch(q, view, rules, state, plan.order, plan.counter, plan.parts, plan.constants)
+        plan = layout.open(room)
+        where = plan.order, plan.counter, plan.parts
+        launch(q, call.view, call.rules, state, *where, plan.constants)
     if out is None or state is out:
         return state
     out.out.copy_(state.out)
     out.lse.copy_(state.lse)
     return out
-
-
-def flatten_plan(plan: HopperPlan | LatentPlan) -> tuple[list[torch.Tensor], str]:
-    """A plan as the arguments of a torch operator."""
-    if isinstance(plan, LatentPlan):
-        return flatten_latent_plan(plan)
-    return [plan.order, plan.counter, *plan.parts], plan.constants.text
-
-
-def rebuild_plan(tensors: list[torch.Tensor], text: str) -> HopperPlan | LatentPlan:
-    """The plan that was flattened."""
-    if is_latent(text):
-        return rebuild_latent_plan(tensors, text)
-    order, counter, *parts = tensors
-    return HopperPlan(order, counter, Parts(*parts), constants_from(text))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
 
@@ -88,7 +87,6 @@ class HopperConstants:
     fixed_parts: bool
     splits: bool  # whether blocks may be cut into parts: whole ones are slower with that code
     overlap: bool  # launched while the kernel ahead is still ending
-    text: str = ""
 
     @property
     def frees_queries_early(self) -> bool:
@@ -146,7 +144,7 @@ def hopper_constants(
     """Join tiles with the shapes of a call; equal ones are the same object."""
     (dk_main, dk_rest), (dv_main, dv_rest) = map(split_head_dim, (head_dim_k, head_dim_v))
     assert (dk_main + dk_rest, dv_main + dv_rest) == (head_dim_k, head_dim_v)
-    constants = HopperConstants(
+    return HopperConstants(
         causal=causal,
         pack=pack,
         num_packs=num_heads // pack,
@@ -162,10 +160,3 @@ def hopper_constants(
         overlap=overlap,
         **asdict(tiles),
     )
-    return replace(constants, text=json.dumps(asdict(constants)))
-
-
-@cache
-def constants_from(text: str) -> HopperConstants:
-    """The constants that were written as this text."""
-    return HopperConstants(**(json.loads(text) | {"text": text}))

@@ -17,7 +17,7 @@ from anabranch.kernels.gluon.barriers import (
 )
 from anabranch.kernels.gluon.finish import finish_item
 from anabranch.kernels.gluon.idle import pass_items
-from anabranch.kernels.gluon.order import read_item
+from anabranch.kernels.gluon.items import read_item
 from anabranch.kernels.gluon.queue import first_ticket, next_ticket
 from anabranch.kernels.gluon.tails import clear_tail
 from anabranch.kernels.gluon.tile import (

@@ -16,7 +16,7 @@ from anabranch.kernels.gluon.barriers import (
     bar_arrive,
     bar_sync,
 )
-from anabranch.kernels.gluon.order import read_item
+from anabranch.kernels.gluon.items import read_item
 from anabranch.kernels.gluon.queue import (
     first_ticket,
     next_ticket,

@@ -5,7 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anabranch.kernels.gluon.barriers import K_FREE, PAIR_AND_PRODUCER, V_FREE, bar_arrive, uniform
-from anabranch.kernels.gluon.order import read_item
+from anabranch.kernels.gluon.items import read_item
 from anabranch.kernels.gluon.queue import next_ticket
 from anabranch.kernels.gluon.tails import clear_tail
 

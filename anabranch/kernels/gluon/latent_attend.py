@@ -6,13 +6,8 @@ import torch
 
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels.gluon.boxes import is_flat, store_refusal
-from anabranch.kernels.gluon.latent_config import (
-    LATENT_DIMS,
-    LatentTiles,
-    latent_constants_from,
-)
-from anabranch.kernels.gluon.latent_plan import LatentPlan, make_latent_plan
-from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.gluon.latent_config import LATENT_DIMS, LatentTiles
+from anabranch.kernels.gluon.latent_plan import LatentLayout
 from anabranch.state import AttentionState
 
 LATENT_MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's
@@ -50,32 +45,19 @@ def latent_refusal(call: AttendCall, options: PlanOptions) -> str | None:
 
 
 def attend_latent_keys(
-    call: AttendCall, plan: LatentPlan | None, out: AttentionState | None
+    call: AttendCall, layout: LatentLayout, room: torch.Tensor, out: AttentionState | None
 ) -> AttentionState:
     """The state of a call, in `out` if that is given."""
     from anabranch.kernels.gluon.latent_kernel import attend_latent
 
-    queries, _, rules, view = call
-    q = queries.packed
-    state = out
+    q, state = call.queries.packed, out
     if state is None or not is_flat(state.out):
         state = new_state(call)
     if q.shape[0]:
-        plan = plan or make_latent_plan(call, PlanOptions())
-        attend_latent(q, view, rules, state, plan.schedule, plan.parts, plan.constants)
+        plan = layout.open(room)
+        attend_latent(q, call.view, call.rules, state, plan.schedule, plan.parts, plan.constants)
     if out is None or state is out:
         return state
     out.out.copy_(state.out)
     out.lse.copy_(state.lse)
     return out
-
-
-def flatten_latent_plan(plan: LatentPlan) -> tuple[list[torch.Tensor], str]:
-    """A plan as the arguments of a torch operator."""
-    return [plan.schedule, *plan.parts], plan.constants.text
-
-
-def rebuild_latent_plan(tensors: list[torch.Tensor], text: str) -> LatentPlan:
-    """The plan that was flattened."""
-    schedule, *parts = tensors
-    return LatentPlan(schedule, Parts(*parts), latent_constants_from(text))

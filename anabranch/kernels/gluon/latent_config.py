@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from anabranch.kernels.config import AttendConfig
 from anabranch.kernels.gluon.config import prefetch_assembly
-from anabranch.kernels.triton.constants import AttendConstants, attend_program, program_from
+from anabranch.kernels.triton.constants import AttendConstants, attend_program
 from anabranch.keys import PLAIN
 
 LATENT_DIMS = (576, 512)  # columns of a row, and of its value: two halves and 64 rotary columns
@@ -47,7 +46,6 @@ class LatentConstants:
     page_size: int
     block_n: int  # keys of a half, which is what one copy fills
     overlap: bool  # launched while the kernel ahead is still ending
-    text: str = ""
 
     @property
     def boxes_a_tile(self) -> int:
@@ -112,29 +110,6 @@ def latent_constants(
         fixed_parts=fixed_parts,
         overlap=overlap,
     )
-    constants = LatentConstants(
-        tiles, program.constants, causal, num_heads, num_packs, page_size, HALF_KEYS, overlap
-    )
-    shape = {name: getattr(constants, name) for name in ("causal", "num_heads", "page_size")}
-    text = {"latent": shape | {"overlap": overlap}, "tiles": asdict(tiles), "work": program.text}
-    return replace(constants, text=json.dumps(text))
-
-
-def is_latent(text: str) -> bool:
-    """Whether a text is that of latent constants."""
-    return text.startswith('{"latent"')
-
-
-@cache
-def latent_constants_from(text: str) -> LatentConstants:
-    """The constants that were written as this text."""
-    fields = json.loads(text)
-    shape = fields["latent"]
     return LatentConstants(
-        LatentTiles(**fields["tiles"]),
-        program_from(fields["work"]).constants,
-        num_packs=num_packs_of(shape["num_heads"]),
-        block_n=HALF_KEYS,
-        text=text,
-        **shape,
+        tiles, program.constants, causal, num_heads, num_packs, page_size, HALF_KEYS, overlap
     )

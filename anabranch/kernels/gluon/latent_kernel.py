@@ -18,6 +18,7 @@ from anabranch.kernels.gluon.latent_copies import produce_latent
 from anabranch.kernels.triton.addressing import Rows
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.keys import KeyView
+from anabranch.launches.recorder import launch
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -34,7 +35,9 @@ def attend_latent(
     """Write the state of `q` over latent keys, as `schedule` divides the work."""
     c, k, table, tree = constants, view.k, view.page_table, rules.tree_mask
     assert table is not None
-    attend_latent_kernel[c.work.division.num_programs,](
+    launch(
+        attend_latent_kernel,
+        (c.work.division.num_programs,),
         flat_boxes(q, 256),
         flat_boxes(q, 64),
         key_boxes(k, c, 256),

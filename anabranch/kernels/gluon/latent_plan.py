@@ -14,9 +14,10 @@ from anabranch.kernels.gluon.latent_config import (
     LatentTiles,
     latent_constants,
 )
+from anabranch.kernels.room import Piece, arrange
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.plan import num_slots
-from anabranch.kernels.triton.schedule import schedule
+from anabranch.kernels.triton.schedule import schedule as write_schedule
 from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
 
 
@@ -29,41 +30,52 @@ class LatentPlan:
     constants: LatentConstants
 
 
-def make_latent_plan(call: AttendCall, options: PlanOptions) -> LatentPlan:
-    """Allocate, and divide the work on the device."""
-    queries, keys, rules, view = call
-    q, num_seqs = queries.packed, keys.num_seqs
+@dataclass(frozen=True, slots=True)
+class LatentLayout:
+    """The same without memory: what stands where in a room."""
+
+    constants: LatentConstants
+    schedule: Piece
+    parts: tuple[Piece, ...]  # outs, lses, counters
+
+    @property
+    def size(self) -> int:
+        """Bytes of the room."""
+        return self.parts[-1].stop
+
+    def open(self, room: torch.Tensor) -> LatentPlan:
+        """The plan in a room."""
+        parts = Parts(*(piece.open(room) for piece in self.parts))
+        return LatentPlan(self.schedule.open(room), parts, self.constants)
+
+
+def lay_out_latent(call: AttendCall, options: PlanOptions) -> LatentLayout:
+    """Room for a schedule and for parts."""
+    q, keys = call.queries.packed, call.keys
     tiles = options.config or LatentTiles()
     assert isinstance(tiles, LatentTiles)
     constants = latent_constants(
         tiles,
-        causal=rules.in_order,
+        causal=call.rules.in_order,
         num_heads=q.shape[1],
-        page_size=view.page_size,
+        page_size=call.view.page_size,
         num_programs=num_sms(q.device),
         fixed_parts=options.batch_invariant,
         overlap=has_overlap(q.device),
     )
     work = constants.work
-    slots = num_slots(keys, num_blocks_bound(num_seqs, q.shape[0], work), work)
-    shape = (slots, 2, BLOCK_ROWS)
-    size = schedule_size(num_seqs, q.shape[0], work)
-    plan = LatentPlan(
-        torch.empty(size, dtype=torch.int32, device=q.device),
-        Parts(
-            torch.empty((*shape, work.head_dim_v // 2), dtype=torch.float32, device=q.device),
-            torch.empty(shape, dtype=torch.float32, device=q.device),
-            torch.zeros((slots, 2, 2), dtype=torch.int32, device=q.device),
-        ),
-        constants,
+    slots = num_slots(keys, num_blocks_bound(keys.num_seqs, q.shape[0], work), work)
+    rows = (slots, 2, BLOCK_ROWS)
+    schedule, *parts = arrange(
+        (torch.int32, (schedule_size(keys.num_seqs, q.shape[0], work),)),
+        (torch.float32, (*rows, work.head_dim_v // 2)),
+        (torch.float32, rows),
+        (torch.int32, (slots, 2, 2)),
     )
-    schedule(
-        plan.schedule,
-        queries.starts(),
-        *keys.lengths,
-        keys.capacity,
-        q.shape[0],
-        rules.window,
-        work,
-    )
-    return plan
+    return LatentLayout(constants, schedule, tuple(parts))
+
+
+def fill_latent(call: AttendCall, layout: LatentLayout, room: torch.Tensor) -> None:
+    """Divide the work on the device."""
+    plan = layout.open(room)
+    write_schedule(plan.schedule, plan.parts.counters, call, plan.constants.work)

@@ -12,6 +12,7 @@ from anabranch.kernels.gluon.kernel import attend_kernel
 from anabranch.kernels.triton.addressing import Rows
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.keys import KeyView
+from anabranch.launches.recorder import launch
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -28,7 +29,9 @@ def attend(
 ) -> None:
     """Write the state of `q` over the keys, taking items in the given order."""
     c, (k, v), table, tree = constants, view[:2], view.page_table, rules.tree_mask
-    attend_kernel[c.num_programs,](
+    launch(
+        attend_kernel,
+        (c.num_programs,),
         row_boxes(q, c.pack, c.dk_main),
         row_boxes(q, c.pack, c.dk_rest) if c.dk_rest else None,
         key_boxes(k, c, c.dk_main),

@@ -12,14 +12,21 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.call import AttendCall
 from anabranch.kernels.gluon import config
 from anabranch.kernels.gluon.config import HopperConstants
+from anabranch.kernels.gluon.items import HEADER, ITEM
 from anabranch.kernels.triton.masks import seen_by_any
-from anabranch.kernels.triton.schedule import key_range, last_not_above, query_range
+from anabranch.kernels.triton.schedule import (
+    SIZES,
+    clear,
+    key_range,
+    last_not_above,
+    query_range,
+)
+from anabranch.launches.recorder import launch
 
 BLOCK_M: tl.constexpr = tl.constexpr(128)  # rows of a block: two consumers of 64
-HEADER: tl.constexpr = tl.constexpr(8)  # items, packs of a section, first token of no sequence
-ITEM: tl.constexpr = tl.constexpr(12)  # as `read_item` returns it, padded
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
 MERGE_PRICE: tl.constexpr = tl.constexpr(4)  # cutting costs as much as this many tiles
@@ -61,28 +68,29 @@ def order_size(num_seqs: int, num_tokens: int, slots: int, constants: HopperCons
 
 def order(
     buffer: torch.Tensor,  # int32 [order_size(...)]
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    max_len: int,  # keys that the storage holds of one sequence; longer lengths are cut
-    num_tokens: int,
-    window: int | None,
+    counters: torch.Tensor,  # int32, of items and of parts that arrive; made 0
+    call: AttendCall,
     slots: int,
     constants: HopperConstants,
 ) -> None:
     """Fill `buffer` from lengths that stay on the device."""
-    num_seqs = cu_seqlens_q.shape[0] - 1
-    order_kernel[1,](
+    queries, keys = call.queries, call.keys
+    num_tokens, num_seqs = queries.packed.shape[0], keys.num_seqs
+    launch(
+        order_kernel,
+        (1,),
         buffer,
-        cu_seqlens_q,
-        seq_lens,
-        cu_seqlens_k,
-        max_len,
+        counters,
+        queries.cu_seqlens,
+        *keys.lengths,
+        queries.q_len,
+        keys.capacity,
         num_seqs,
         num_tokens,
         num_blocks_bound(num_seqs, num_tokens, constants),
+        counters.numel(),
         slots,
-        window,
+        call.rules.window,
         constants,
         num_warps=8,
     )
@@ -127,18 +135,19 @@ def level_of(num_tiles, most):
     return (most - num_tiles) // (most // LEVELS + 1)
 
 
-@triton.jit(
-    do_not_specialize=["max_len", "num_seqs", "num_tokens", "max_blocks", "slots", "window"]
-)
+@triton.jit(do_not_specialize=[*SIZES, "slots"])
 def order_kernel(
     order_ptr,  # header, items, blocks, sequences, counts
-    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    counters_ptr,  # [num_counters]
+    cu_seqlens_q_ptr,  # [num_seqs + 1], or None for equally many tokens of each sequence
     seq_lens_ptr,  # [num_seqs] or None
     cu_seqlens_k_ptr,  # [num_seqs + 1] or None
-    max_len,
+    q_len_of_all,
+    max_len,  # keys that the storage holds of one sequence; longer lengths are cut
     num_seqs,
     num_tokens,
     max_blocks,
+    num_counters,
     slots,
     window,  # or None
     C: tl.constexpr,  # HopperConstants
@@ -149,12 +158,13 @@ def order_kernel(
     seqs_ptr = blocks_ptr + max_blocks * ITEM
     counts_ptr = seqs_ptr + num_seqs + 1
     lanes = tl.arange(0, CHUNK)
+    clear(counters_ptr, num_counters)
 
     num_blocks = 0  # before each sequence
     num_keys = 0.0  # that several blocks read
     for start in range(0, num_seqs + 1, CHUNK):
         seqs = start + lanes
-        _, q_len = query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens)
+        _, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
         _, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
         blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.pack, BLOCK_M), 0)
         # Only blocks that share a sequence read the same keys.
@@ -170,7 +180,7 @@ def order_kernel(
         blocks = start + lanes
         inside = blocks < num_blocks
         seqs = last_not_above(seqs_ptr, 1, num_seqs + 1, blocks)
-        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens)
+        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
         origin, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
         num_rows = q_len * C.pack
         first_row = (blocks - tl.load(seqs_ptr + seqs)) * BLOCK_M
@@ -244,7 +254,8 @@ def order_kernel(
             tl.store(item + 9, slot, kept)
     tl.store(order_ptr, num_items)
     tl.store(order_ptr + 1, section_of(num_keys, C))
-    tl.store(order_ptr + 2, tl.load(cu_seqlens_q_ptr + num_seqs))
+    orphans, _ = query_range(num_seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+    tl.store(order_ptr + 2, orphans)
 
 
 @triton.jit
@@ -261,39 +272,3 @@ def section_of(num_keys, C: tl.constexpr):
         halves = (section % 2 == 0) & (kv_heads * bytes_a_kv_head > CACHE_BYTES)
         section = tl.where(halves, section // 2, section)
     return section
-
-
-@triton.jit
-def ticket_of(order_ptr, turn, C: tl.constexpr):
-    """The work of a turn, item * num_packs + pack, or -1 after the last turn.
-
-    Sections of packs one after another, and in each the longest items first.
-    """
-    num_items = tl.load(order_ptr)
-    section = tl.load(order_ptr + 1)
-    turns = tl.maximum(section * num_items, 1)
-    inner = turn % turns
-    ticket = inner // section * C.num_packs + turn // turns * section + inner % section
-    return tl.where(turn < num_items * C.num_packs, ticket, -1)
-
-
-@triton.jit
-def read_item(order_ptr, item):
-    """(origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles) of an item."""
-    ptr = order_ptr + HEADER + item * ITEM
-    return (
-        tl.load(ptr),
-        tl.load(ptr + 1),
-        tl.load(ptr + 2),
-        tl.load(ptr + 3),
-        tl.load(ptr + 4),
-        tl.load(ptr + 5),
-        tl.load(ptr + 6),
-    )
-
-
-@triton.jit
-def read_part(order_ptr, item):
-    """(part, num_parts, first_slot) of an item."""
-    ptr = order_ptr + HEADER + item * ITEM + 7
-    return tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2)

@@ -17,6 +17,7 @@ from anabranch.kernels.gluon.config import (
     select_tiles,
 )
 from anabranch.kernels.gluon.order import BLOCK_M, may_split, num_slots, order, order_size
+from anabranch.kernels.room import Piece, arrange
 from anabranch.kernels.triton.merge_tree import Parts
 
 
@@ -30,43 +31,52 @@ class HopperPlan:
     constants: HopperConstants
 
 
-def make_hopper_plan(call: AttendCall, options: PlanOptions) -> HopperPlan:
-    """Select tiles, allocate, and order the work on the device."""
-    queries, keys, rules, _ = call
-    q, num_seqs = queries.packed, keys.num_seqs
+@dataclass(frozen=True, slots=True)
+class HopperLayout:
+    """The same without memory: what stands where in a room."""
+
+    constants: HopperConstants
+    slots: int
+    order: Piece
+    outs: Piece
+    lses: Piece
+    counters: Piece  # that of the items, and one for each consumer's rows of a part
+
+    @property
+    def size(self) -> int:
+        """Bytes of the room."""
+        return self.counters.stop
+
+    def open(self, room: torch.Tensor) -> HopperPlan:
+        """The plan in a room."""
+        counters = self.counters.open(room)
+        parts = Parts(self.outs.open(room), self.lses.open(room), counters[1:])
+        return HopperPlan(self.order.open(room), counters[:1], parts, self.constants)
+
+
+def lay_out_items(call: AttendCall, options: PlanOptions) -> HopperLayout:
+    """Select tiles, and room for the order of items and for parts."""
+    keys, num_tokens = call.keys, call.queries.packed.shape[0]
     constants = _select_constants(call, options)
-    slots = num_slots(num_seqs, q.shape[0], keys.capacity, constants)
+    slots = num_slots(keys.num_seqs, num_tokens, keys.capacity, constants)
     rows = slots * constants.num_packs * BLOCK_M.value
-    size = order_size(num_seqs, q.shape[0], slots, constants)
-    counters = torch.zeros(
-        1 + slots * constants.num_packs * 2, dtype=torch.int32, device=q.device
-    )  # that of the items, and one for each consumer's rows of a part
-    plan = HopperPlan(
-        torch.empty(size, dtype=torch.int32, device=q.device),
-        counters[:1],
-        Parts(
-            torch.empty((rows, keys.head_dim_v), dtype=torch.float32, device=q.device),
-            torch.empty(rows, dtype=torch.float32, device=q.device),
-            counters[1:],
-        ),
-        constants,
+    pieces = arrange(
+        (torch.int32, (order_size(keys.num_seqs, num_tokens, slots, constants),)),
+        (torch.float32, (rows, keys.head_dim_v)),
+        (torch.float32, (rows,)),
+        (torch.int32, (1 + slots * constants.num_packs * 2,)),
     )
-    order(
-        plan.order,
-        queries.starts(),
-        *keys.lengths,
-        keys.capacity,
-        q.shape[0],
-        rules.window,
-        slots,
-        constants,
-    )
-    return plan
+    return HopperLayout(constants, slots, *pieces)
+
+
+def fill_items(call: AttendCall, layout: HopperLayout, room: torch.Tensor) -> None:
+    """Order the work on the device."""
+    counters = layout.counters.open(room)
+    order(layout.order.open(room), counters, call, layout.slots, layout.constants)
 
 
 def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants:
-    queries, keys, rules, view = call
-    q = queries.packed
+    q, keys, rules, view = call.queries.packed, call.keys, call.rules, call.view
     num_tokens, num_heads, head_dim_k = q.shape
     pack = pack_of(num_heads // keys.num_kv_heads)
     blocks = max(num_tokens * pack // BLOCK_M.value, keys.num_seqs) * num_heads // pack

@@ -1,6 +1,6 @@
 """The queue of tickets: the first producer takes them, one ahead of the other partitions.
 
-A ticket names an item and a pack of heads (`order.ticket_of`), or is -1 when nothing is left.
+A ticket names an item and a pack of heads (`items.ticket_of`), or is -1 when nothing is left.
 """
 
 from triton.experimental import gluon
@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import make_barriers, uniform
-from anabranch.kernels.gluon.order import ticket_of
+from anabranch.kernels.gluon.items import ticket_of
 
 
 @gluon.jit

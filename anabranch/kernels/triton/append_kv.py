@@ -11,6 +11,7 @@ from anabranch.kernels.triton.addressing import Rows, store_arguments
 from anabranch.kernels.triton.codec import encode_rows
 from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.keys import PLAIN, KeyStore
+from anabranch.launches.recorder import launch
 
 
 def refusal(device: torch.device) -> str | None:
@@ -29,7 +30,9 @@ def append_kv(
     dims = [rows.shape[-1] for rows in new]
     config = select_merge(max(dims))  # rows are moved as a merge moves them
     rows = [Rows(x, *x.stride()) for x in new]
-    append_kv_kernel[-(-num_tokens * num_heads // config.block_rows),](
+    launch(
+        append_kv_kernel,
+        (-(-num_tokens * num_heads // config.block_rows),),
         rows[0],
         rows[1] if len(rows) > 1 else None,
         store_arguments(stores[0]),

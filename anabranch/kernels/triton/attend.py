@@ -7,15 +7,14 @@ import torch
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels.triton.attend_kernel import attend as launch
 from anabranch.kernels.triton.attend_lists import attend_lists, parts_of_list
-from anabranch.kernels.triton.constants import program_from
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge_parts import merge_parts
-from anabranch.kernels.triton.merge_tree import Parts
-from anabranch.kernels.triton.plan import TritonPlan, make_plan
+from anabranch.kernels.triton.plan import TritonLayout, TritonPlan, fill_plan, lay_out
 from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.state import AttentionState
 
-__all__ = ["attend", "flatten_plan", "make_plan", "prefers", "rebuild_plan", "refusal"]
+__all__ = ["attend", "fill_plan", "lay_out", "prefers", "refusal"]
+RESUMES = True
 MAX_HEAD_DIMS = {"q": 576, "k": 576, "v": 512}  # of the largest tiles
 
 
@@ -43,29 +42,25 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
 
 
 def attend(
-    call: AttendCall,
-    plan: TritonPlan | None,
-    out: AttentionState | None,
-    prior: AttentionState | None = None,
+    call: AttendCall, layout: TritonLayout, room: torch.Tensor, out: AttentionState | None
 ) -> AttentionState:
-    """The state of a call, in `out` if that is given, over the keys of `prior` states too."""
-    queries, _, rules, view = call
+    """The state of a call, in `out` if that is given, over the keys of prior states too."""
+    q, rules, view, prior = call.queries.packed, call.rules, call.view, call.prior
     state = new_state(call) if out is None else out
-    if not queries.packed.shape[0]:
+    if not q.shape[0]:
         return state
-    if plan is None:
-        plan = make_plan(call, PlanOptions())
+    plan = layout.open(room)
     program = plan.program
     if program.constants.leaves_empty and out is None:
         state.out.zero_()
         state.lse.fill_(float("-inf"))
     if program.constants.division.uniform:
         _check_width(call, plan)
-        attend_lists(queries.packed, view, rules, state, plan.parts, program, prior)
+        attend_lists(q, view, rules, state, plan.parts, program, prior)
         return state
     if view.lists is not None:
         view = view._replace(page_table=list_pages(view.lists))
-    launch(queries.packed, view, rules, state, plan.schedule, plan.parts, program, prior)
+    launch(q, view, rules, state, plan.schedule, plan.parts, program, prior)
     if not program.constants.merging.fused:
         merge_parts(state, plan.schedule, plan.parts, program.constants)
     return state
@@ -83,14 +78,3 @@ def _check_width(call: AttendCall, plan: TritonPlan) -> None:
             f"the plan was made for lists of {room} parts at most, "
             f"lists of width {width} have {needed}"
         )
-
-
-def flatten_plan(plan: TritonPlan) -> tuple[list[torch.Tensor], str]:
-    """A plan as the arguments of a torch operator."""
-    return [plan.schedule, *plan.parts], plan.program.text
-
-
-def rebuild_plan(tensors: list[torch.Tensor], text: str) -> TritonPlan:
-    """The plan that was flattened."""
-    schedule, *parts = tensors
-    return TritonPlan(schedule, Parts(*parts), program_from(text))

@@ -48,6 +48,7 @@ from anabranch.kernels.triton.schedule_layout import (
     units_of,
 )
 from anabranch.keys import KeyView, ScaleStore
+from anabranch.launches.recorder import launch
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -77,7 +78,9 @@ def attend(
         constants = with_priors(constants, prior.lse.shape[0])
     if rules.sinks is not None:
         constants = with_sinks(constants)
-    attend_kernel[constants.division.num_programs,](
+    launch(
+        attend_kernel,
+        (constants.division.num_programs,),
         Rows(q, *q.stride()),
         view_arguments(view, constants.source.native_fp8),
         *(boxes or (None, None, None)),

@@ -28,6 +28,7 @@ from anabranch.kernels.triton.output import write_rows
 from anabranch.kernels.triton.pair import attend_pair
 from anabranch.kernels.triton.resume import prior_arguments
 from anabranch.keys import KeyView
+from anabranch.launches.recorder import launch
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -57,7 +58,9 @@ def attend_lists(
         constants = with_priors(constants, prior.lse.shape[0])
     num_lists, width = indices.shape
     arguments = view_arguments(view._replace(page_table=indices), constants.source.native_fp8)
-    attend_lists_kernel[num_lists, parts_of_list(width, constants)](
+    launch(
+        attend_lists_kernel,
+        (num_lists, parts_of_list(width, constants)),
         Rows(q, *q.stride()),
         arguments._replace(lists=list_arguments(lists)),
         width,

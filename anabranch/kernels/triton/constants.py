@@ -6,10 +6,8 @@ hashes a pointer.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 from anabranch.kernels.config import (
     FEW_SUMS,
@@ -128,13 +126,12 @@ class AttendConstants:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class AttendProgram:
-    """Constants, what the compiler is told beside them, and both as text."""
+    """Constants, and what the compiler is told beside them."""
 
     constants: AttendConstants
     num_warps: int
     num_stages: int
     max_registers: int | None
-    text: str = ""
 
     @property
     def options(self) -> dict[str, int]:
@@ -228,24 +225,7 @@ def attend_program(
         ),
     )
     registers = config.max_registers if limit_registers else None
-    program = AttendProgram(constants, config.num_warps, config.num_stages, registers)
-    return replace(program, text=json.dumps(asdict(program)))
-
-
-@cache
-def program_from(text: str) -> AttendProgram:
-    """The program that was written as this text."""
-    fields: dict[str, Any] = json.loads(text) | {"text": text}
-    constants = fields["constants"]
-    source = constants["source"]
-    formats = {name: StoreFormat(**source[name]) for name in ("k_format", "v_format")}
-    constants |= {
-        "tiles": Tiles(**constants["tiles"]),
-        "division": Division(**constants["division"]),
-        "merging": Merging(**constants["merging"]),
-        "source": Source(**(source | formats)),
-    }
-    return AttendProgram(**(fields | {"constants": AttendConstants(**constants)}))
+    return AttendProgram(constants, config.num_warps, config.num_stages, registers)
 
 
 @cache

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from anabranch.keys import KeyLists
+from anabranch.launches.recorder import launch
 
 BLOCK = 256  # keys of a list that one program finds
 
@@ -18,7 +19,9 @@ def list_pages(lists: KeyLists) -> torch.Tensor:
     if not table.numel():
         return table
     pages = lists.page_table
-    list_pages_kernel[num_lists, triton.cdiv(width, BLOCK)](
+    launch(
+        list_pages_kernel,
+        (num_lists, triton.cdiv(width, BLOCK)),
         table,
         lists.indices,
         lists.indices.stride(0),

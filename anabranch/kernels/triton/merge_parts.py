@@ -17,6 +17,7 @@ from anabranch.kernels.triton.schedule_layout import (
     read_block,
     read_header,
 )
+from anabranch.launches.recorder import launch
 from anabranch.state import AttentionState
 
 PROGRAMS_PER_WORKER = 8  # at most: with more rows, a program merges several in turn
@@ -29,7 +30,9 @@ def merge_parts(
     num_workers = constants.division.num_workers
     rounds = -(-state.out.shape[0] * constants.group // constants.merging.rows)
     programs = min(max(rounds, num_workers), PROGRAMS_PER_WORKER * num_workers)
-    merge_parts_kernel[constants.num_kv_heads, programs](
+    launch(
+        merge_parts_kernel,
+        (constants.num_kv_heads, programs),
         Rows(state.out, *state.out.stride()),
         Rows(state.lse, *state.lse.stride(), 0),
         schedule,

@@ -22,6 +22,7 @@ from anabranch.kernels.config import (
     select_attend,
 )
 from anabranch.kernels.list_config import select_lists
+from anabranch.kernels.room import Piece, arrange
 from anabranch.kernels.triton.attend_lists import parts_of_list
 from anabranch.kernels.triton.boxes import box_keys
 from anabranch.kernels.triton.code_words import in_words
@@ -44,46 +45,63 @@ class TritonPlan:
     program: AttendProgram
 
 
-def make_plan(call: AttendCall, options: PlanOptions) -> TritonPlan:
-    """Select tiles, allocate, and divide the work on the device."""
-    queries, keys, rules, _ = call
-    q, num_seqs = queries.packed, keys.num_seqs
+@dataclass(frozen=True, slots=True)
+class TritonLayout:
+    """The same without memory: what stands where in a room."""
+
+    program: AttendProgram
+    schedule: Piece
+    parts: tuple[Piece, ...]  # outs, lses, counters
+
+    @property
+    def size(self) -> int:
+        """Bytes of the room."""
+        return self.parts[-1].stop
+
+    def open(self, room: torch.Tensor) -> TritonPlan:
+        """The plan in a room."""
+        parts = Parts(*(piece.open(room) for piece in self.parts))
+        return TritonPlan(self.schedule.open(room), parts, self.program)
+
+
+def lay_out(call: AttendCall, options: PlanOptions) -> TritonLayout:
+    """Select tiles, and room for a schedule and for parts."""
+    keys, num_tokens = call.keys, call.queries.packed.shape[0]
     config = _select_short_lists(call, options)
     if config is not None:
-        return _plan_lists(call, config)
+        program = _list_program(call, config)
+        slots = keys.num_seqs * parts_of_list(keys.capacity, program.constants)
+        return _lay_out(0, slots, program)
     program = _select_program(call, options)
     constants = program.constants
-    blocks = num_blocks_bound(num_seqs, q.shape[0], constants)
-    size = schedule_size(num_seqs, q.shape[0], constants)
-    plan = TritonPlan(
-        torch.empty(size, dtype=torch.int32, device=q.device),
-        _new_parts(num_slots(keys, blocks, constants), constants, q.device),
-        program,
-    )
-    schedule(
-        plan.schedule,
-        queries.starts(),
-        *keys.lengths,
-        keys.capacity,
-        q.shape[0],
-        rules.window,
-        constants,
-    )
-    return plan
+    slots = num_slots(keys, num_blocks_bound(keys.num_seqs, num_tokens, constants), constants)
+    return _lay_out(schedule_size(keys.num_seqs, num_tokens, constants), slots, program)
 
 
-def _new_parts(slots: int, constants: AttendConstants, device: torch.device) -> Parts:
-    shape = (slots, constants.tiles.block_m)
-    return Parts(
-        torch.empty((*shape, constants.tiles.block_dv), dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.float32, device=device),
-        torch.zeros(slots, dtype=torch.int32, device=device),
+def _lay_out(schedule_ints: int, slots: int, program: AttendProgram) -> TritonLayout:
+    rows, tiles = (slots, program.constants.tiles.block_m), program.constants.tiles
+    ints, floats = torch.int32, torch.float32
+    schedule, *parts = arrange(
+        (ints, (schedule_ints,)),
+        (floats, (*rows, tiles.block_dv)),
+        (floats, rows),
+        (ints, (slots,)),
     )
+    return TritonLayout(program, schedule, tuple(parts))
+
+
+def fill_plan(call: AttendCall, layout: TritonLayout, room: torch.Tensor) -> None:
+    """Divide the work on the device."""
+    plan = layout.open(room)
+    if layout.program.constants.division.uniform:
+        plan.parts.counters.zero_()
+    else:
+        schedule(plan.schedule, plan.parts.counters, call, plan.program.constants)
 
 
 def _select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig | None:
     """Tiles of lists that are attended to without a schedule; None for all other calls."""
-    queries, keys, _, view = call
+    queries, keys, view = call.queries, call.keys, call.view
     is_plain = view.k.scales is None and view.v.scales is None and not view.values_in_keys
     if view.lists is None or not is_plain or keys.num_kv_heads != 1:
         return None
@@ -106,12 +124,11 @@ def _select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig 
     )
 
 
-def _plan_lists(call: AttendCall, config: AttendConfig) -> TritonPlan:
-    queries, keys, rules, view = call
-    q = queries.packed
-    program = attend_program(
+def _list_program(call: AttendCall, config: AttendConfig) -> AttendProgram:
+    q, keys, view = call.queries.packed, call.keys, call.view
+    return attend_program(
         config,
-        causal=rules.in_order,
+        causal=call.rules.in_order,
         group=q.shape[1],
         num_kv_heads=1,
         head_dim_k=keys.head_dim_k,
@@ -123,13 +140,10 @@ def _plan_lists(call: AttendCall, config: AttendConfig) -> TritonPlan:
         uniform=True,
         overlap=has_overlap(q.device),
     )
-    slots = keys.num_seqs * parts_of_list(keys.capacity, program.constants)
-    schedule_room = torch.empty(0, dtype=torch.int32, device=q.device)
-    return TritonPlan(schedule_room, _new_parts(slots, program.constants, q.device), program)
 
 
 def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
-    queries, keys, rules, view = call
+    queries, keys, rules, view = call.queries, call.keys, call.rules, call.view
     q, num_kv_heads, head_dim_v = queries.packed, keys.num_kv_heads, keys.head_dim_v
     num_tokens, num_heads, head_dim_k = q.shape
     group = num_heads // num_kv_heads

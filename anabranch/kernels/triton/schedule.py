@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.call import AttendCall
 from anabranch.kernels.triton.align import align_blocks, aligned_share
 from anabranch.kernels.triton.constants import AttendConstants
 from anabranch.kernels.triton.deal import longest_turns, sort_blocks
@@ -37,7 +38,18 @@ from anabranch.kernels.triton.schedule_layout import (
     part_tiles_of,
     units_of,
 )
+from anabranch.launches.recorder import launch
 
+# Arguments of which no value is special: a new one must not compile another kernel
+SIZES = [
+    "q_len_of_all",
+    "max_len",
+    "num_seqs",
+    "num_tokens",
+    "max_blocks",
+    "num_counters",
+    "window",
+]
 MANY_ROUNDS: tl.constexpr = tl.constexpr(
     64
 )  # from this count on the balance is estimated, not summed
@@ -45,30 +57,38 @@ MANY_ROUNDS: tl.constexpr = tl.constexpr(
 
 def schedule(
     buffer: torch.Tensor,  # int32 [schedule_size(...)]
-    cu_seqlens_q: torch.Tensor,
-    seq_lens: torch.Tensor | None,
-    cu_seqlens_k: torch.Tensor | None,
-    max_len: int,  # what the storage holds of one sequence; longer lengths are cut
-    num_tokens: int,
-    window: int | None,
+    counters: torch.Tensor,  # int32, of parts that arrive; made 0
+    call: AttendCall,
     constants: AttendConstants,
 ) -> None:
     """Fill `buffer` from lengths that stay on the device."""
-    num_seqs = cu_seqlens_q.shape[0] - 1
-    max_blocks = num_blocks_bound(num_seqs, num_tokens, constants)
-    schedule_kernel[1,](
+    queries, keys = call.queries, call.keys
+    num_tokens, num_seqs = queries.packed.shape[0], keys.num_seqs
+    launch(
+        schedule_kernel,
+        (1,),
         buffer,
-        cu_seqlens_q,
-        seq_lens,
-        cu_seqlens_k,
-        max_len,
+        counters,
+        queries.cu_seqlens,
+        *keys.lengths,
+        queries.q_len,
+        keys.capacity,
         num_seqs,
         num_tokens,
-        max_blocks,
-        window,
+        num_blocks_bound(num_seqs, num_tokens, constants),
+        counters.numel(),
+        call.rules.window,
         constants,
         num_warps=8,
     )
+
+
+@triton.jit
+def clear(counters_ptr, num_counters, LANES: tl.constexpr = 1024):
+    """No part has arrived."""
+    for start in range(0, num_counters, LANES):
+        places = start + tl.arange(0, LANES)
+        tl.store(counters_ptr + places, 0, places < num_counters)
 
 
 @triton.jit
@@ -87,10 +107,17 @@ def last_not_above(sorted_ptr, stride, count, values):
 
 
 @triton.jit
-def query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens):
-    """First token and number of tokens; index num_seqs stands for orphan tokens."""
-    start = tl.load(cu_seqlens_q_ptr + seqs, seqs <= num_seqs, other=0)
-    stop = tl.load(cu_seqlens_q_ptr + seqs + 1, seqs < num_seqs, other=num_tokens)
+def query_range(seqs, cu_seqlens_q_ptr, q_len, num_seqs, num_tokens):
+    """First token and number of tokens; index num_seqs stands for orphan tokens.
+
+    Without `cu_seqlens_q`, every sequence has `q_len` tokens.
+    """
+    if cu_seqlens_q_ptr is None:
+        start = seqs * q_len
+        stop = tl.where(seqs < num_seqs, start + q_len, num_tokens)
+    else:
+        start = tl.load(cu_seqlens_q_ptr + seqs, seqs <= num_seqs, other=0)
+        stop = tl.load(cu_seqlens_q_ptr + seqs + 1, seqs < num_seqs, other=num_tokens)
     return start, tl.maximum(tl.minimum(stop, num_tokens) - start, 0)
 
 
@@ -111,16 +138,19 @@ def key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len):
     return origin, tl.minimum(tl.maximum(length, 0), max_len)
 
 
-@triton.jit(do_not_specialize=["max_len", "num_seqs", "num_tokens", "max_blocks", "window"])
+@triton.jit(do_not_specialize=SIZES)
 def schedule_kernel(
     schedule_ptr,  # header, workers [num_workers, WORKER], blocks [max_blocks, RECORD], sequences
-    cu_seqlens_q_ptr,  # [num_seqs + 1]
+    counters_ptr,  # [num_counters]
+    cu_seqlens_q_ptr,  # [num_seqs + 1], or None for equally many tokens of each sequence
     seq_lens_ptr,  # [num_seqs] or None
     cu_seqlens_k_ptr,  # [num_seqs + 1] or None
-    max_len,
+    q_len_of_all,
+    max_len,  # what the storage holds of one sequence; longer lengths are cut
     num_seqs,
     num_tokens,
     max_blocks,
+    num_counters,
     window,  # or None
     C: tl.constexpr,
     CHUNK: tl.constexpr = 256,
@@ -129,11 +159,12 @@ def schedule_kernel(
     blocks_ptr = workers_ptr + C.division.num_workers * WORKER
     seqs_ptr = blocks_ptr + max_blocks * (2 if is_dealt(C) else 1) * RECORD
     lanes = tl.arange(0, CHUNK)
+    clear(counters_ptr, num_counters)
 
     num_blocks = 0  # before each sequence
     for start in range(0, num_seqs + 1, CHUNK):
         seqs = start + lanes
-        _, q_len = query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens)
+        _, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
         blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.group, C.tiles.block_m), 0)
         tl.store(seqs_ptr + seqs, num_blocks + tl.cumsum(blocks) - blocks, seqs <= num_seqs)
         num_blocks += tl.sum(blocks)
@@ -150,7 +181,7 @@ def schedule_kernel(
         blocks = start + lanes
         inside = blocks < num_blocks
         seqs = last_not_above(seqs_ptr, 1, num_seqs + 1, blocks)
-        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, num_seqs, num_tokens)
+        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
         origin, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
         num_rows = q_len * C.group
         first_row = (blocks - tl.load(seqs_ptr + seqs)) * C.tiles.block_m
@@ -216,7 +247,8 @@ def schedule_kernel(
     tl.store(schedule_ptr + 1, num_units)
     tl.store(schedule_ptr + 2, num_blocks)
     tl.store(schedule_ptr + 3, num_empty)
-    tl.store(schedule_ptr + 4, tl.load(cu_seqlens_q_ptr + num_seqs))
+    orphans, _ = query_range(num_seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+    tl.store(schedule_ptr + 4, orphans)
     num_slots = 0  # before each worker's
     for start in range(0, C.division.num_workers, CHUNK):
         workers = start + lanes

@@ -14,7 +14,7 @@ def library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise RuntimeError(f"impl='cuda' needs the NVIDIA driver: {error}") from error
+        raise RuntimeError(f"it needs the NVIDIA driver: {error}") from error
 
 
 def address(function: str) -> int:
@@ -63,3 +63,14 @@ def _call(function: str, *arguments: object) -> None:
         reason = ctypes.c_char_p()
         library().cuGetErrorString(result, ctypes.byref(reason))
         raise RuntimeError(f"{function} failed: {(reason.value or b'unknown').decode()}")
+
+
+def parameter_sizes(function: int) -> list[int]:
+    """Bytes of each parameter of a kernel."""
+    offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+    sizes: list[int] = []
+    read = library().cuFuncGetParamInfo
+    handle = ctypes.c_void_p(function)
+    while not read(handle, ctypes.c_size_t(len(sizes)), ctypes.byref(offset), ctypes.byref(size)):
+        sizes.append(size.value)
+    return sizes

@@ -1,0 +1,136 @@
+"""A call as its producer runs it, at once or as an operator that a tracer takes whole."""
+
+from __future__ import annotations
+
+import torch
+
+from anabranch.call import AttendCall, PlanOptions
+from anabranch.keys import KeySource, flatten_source, rebuild_source
+from anabranch.plan import NUMBERED, Plan, plan_call
+from anabranch.prior import merge_prior
+from anabranch.producers import load_producer
+from anabranch.queries import Queries
+from anabranch.rules import Rules
+from anabranch.state import AttentionState
+
+UNPLANNED = PlanOptions()
+
+
+def attend_call(
+    call: AttendCall, plan: Plan | None, impl: str | None, out: AttentionState | None
+) -> AttentionState:
+    """By the producer that made the plan, or the one that is asked for or found."""
+    if plan is None:
+        plan = plan_call(call, UNPLANNED, impl)
+    producer = load_producer(plan.impl)
+    state = producer.attend(call, plan.kind.layout, plan.room, out)
+    return state if producer.RESUMES else merge_prior(state, call.prior)
+
+
+def trace_call(
+    call: AttendCall, plan: Plan | None, impl: str | None, out: AttentionState | None
+) -> AttentionState:
+    """By an operator."""
+    queries, keys, rules, _, prior = call
+    arguments = (
+        queries.packed,
+        queries.starts(),
+        *flatten_source(keys),
+        *rules,
+        impl if plan is None else plan.impl,
+        None if plan is None else plan.room,
+        None if plan is None else plan.kind.number,
+    )
+    if out is not None and prior is None:
+        torch.ops.anabranch.attend_into(*out, *arguments)
+        return out
+    state = merge_prior(AttentionState(*torch.ops.anabranch.attend(*arguments)), prior)
+    if out is None:
+        return state
+    for mine, found in zip(out, state, strict=True):
+        mine.copy_(found)  # a prior state is read before `out`, which may be the same, is written
+    return out
+
+
+@torch.library.custom_op("anabranch::attend", mutates_args=())
+def _attend_op(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    kind: str,
+    key_tensors: list[torch.Tensor],
+    key_static: list[int],
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    tree_mask: torch.Tensor | None,
+    impl: str | None,
+    plan_room: torch.Tensor | None,  # scratch: what is written there nobody else reads
+    plan_number: int | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    rules = Rules(causal, window, softcap, scale, sinks, tree_mask)
+    keys = rebuild_source(kind, key_tensors, key_static)
+    return _run_traced(q, cu_seqlens_q, keys, rules, impl, plan_room, plan_number, None)
+
+
+@_attend_op.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    kind: str,
+    key_tensors: list[torch.Tensor],
+    key_static: list[int],
+    *_: object,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    head_dim_v = rebuild_source(kind, key_tensors, key_static).head_dim_v
+    shape = (q.shape[0], q.shape[1], head_dim_v)
+    return q.new_empty(shape), q.new_empty(shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("anabranch::attend_into", mutates_args=("out", "lse"))
+def _attend_into_op(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    kind: str,
+    key_tensors: list[torch.Tensor],
+    key_static: list[int],
+    causal: bool,
+    window: int | None,
+    softcap: float | None,
+    scale: float,
+    sinks: torch.Tensor | None,
+    tree_mask: torch.Tensor | None,
+    impl: str | None,
+    plan_room: torch.Tensor | None,
+    plan_number: int | None,
+) -> None:
+    rules = Rules(causal, window, softcap, scale, sinks, tree_mask)
+    keys = rebuild_source(kind, key_tensors, key_static)
+    state = AttentionState(out, lse)
+    _run_traced(q, cu_seqlens_q, keys, rules, impl, plan_room, plan_number, state)
+
+
+@_attend_into_op.register_fake  # pyright: ignore[reportUnknownMemberType]
+def _(*_: object) -> None:
+    pass
+
+
+def _run_traced(
+    q: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    keys: KeySource,
+    rules: Rules,
+    impl: str | None,
+    plan_room: torch.Tensor | None,
+    plan_number: int | None,
+    out: AttentionState | None,
+) -> AttentionState:
+    """A call from the arguments of an operator; what was traced is checked already."""
+    call = AttendCall(Queries(q, cu_seqlens_q, 0, keys.num_seqs), keys, rules, keys.view())
+    plan = None
+    if plan_room is not None and plan_number is not None:
+        plan = Plan(NUMBERED[plan_number], plan_room)
+    return attend_call(call, plan, impl, out)

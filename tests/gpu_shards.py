@@ -1,0 +1,96 @@
+"""All tests that need a GPU, in processes side by side; kernels are compiled once for all of them.
+
+    python tests/gpu_shards.py [--processes 14] [--out FILE] [--minutes 9] [TEST ...]
+
+Prints what failed and the counts, writes them with the commit, and exits with 1 if a test failed
+or did not run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from datetime import UTC, datetime
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def main() -> int:
+    """Run, report, and say whether all is well."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tests", nargs="*", default=["tests"])
+    parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 14))
+    parser.add_argument("--minutes", type=float, default=9.0, help="after which all are stopped")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    begun = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"{shard}.log") for shard in range(options.processes)]
+        running = [start(shard, log, options) for shard, log in enumerate(logs)]
+        for process in running:
+            try:
+                process.wait(max(options.minutes * 60 - (time.monotonic() - begun), 0.1))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        texts = [log.read_text() for log in logs]
+    counts = Counter[str]()
+    for process, text in zip(running, texts, strict=True):
+        counts += Counter(summary(text))
+        counts["unfinished processes"] += process.returncode not in (0, 1, 5)  # 5: no tests
+        print("\n".join(re.findall(r"^(?:FAILED|ERROR) .*", text, re.MULTILINE)), end="")
+        if process.returncode not in (0, 5):
+            print(text[-6000:])
+    seconds = round(time.monotonic() - begun)
+    print(f"{dict(counts)} in {seconds} s with {options.processes} processes")
+    if options.out is not None:
+        save(options.out, counts, seconds)
+    return int(any(counts[x] for x in ("failed", "error", "errors", "unfinished processes")))
+
+
+def start(shard: int, log: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+    """One process with its share of the tests."""
+    environment = os.environ | {"ANABRANCH_TEST_SHARD": f"{shard}/{options.processes}"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["--durations=8", *options.tests]
+    with log.open("wb") as file:
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
+        )
+
+
+def summary(text: str) -> dict[str, int]:
+    """What the last line of pytest counts, as in "3 failed, 90 passed, 2 skipped in 61.20s"."""
+    lines = re.findall(r"^.*\d+ \w+.* in [\d.:]+.*$", text, re.MULTILINE)
+    return {name: int(n) for n, name in re.findall(r"(\d+) ([a-z]+)", lines[-1] if lines else "")}
+
+
+def save(path: Path, counts: Counter[str], seconds: int) -> None:
+    """The counts, and what they hold for."""
+    import torch
+    import triton
+
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
+    about = {
+        "commit": os.environ.get("ANABRANCH_COMMIT") or commit.stdout.strip(),
+        "device": torch.cuda.get_device_name(),
+        "date": datetime.now(UTC).date().isoformat(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "seconds": seconds,
+    }
+    path.write_text(json.dumps(about | dict(counts), indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
