@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-distributed test-vllm check bench docs clean
+.PHONY: demo test test-gpu test-distributed test-vllm check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -19,7 +19,7 @@ test: $(VENV)/.ready
 
 # With 4 processes too, and SmolLM2 both ways: minutes more than `make test` takes.
 test-distributed: $(VENV)/.ready
-	ANABRANCH_TEST_RANKS=2,4 $(BIN)/pytest tests/test_ranks.py tests/test_distributed.py tests/test_distributed_followers.py tests/test_distributed_models.py
+	ANABRANCH_TEST_RANKS=2,4 $(BIN)/pytest tests/distributed tests/llm/parallel
 
 # Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
 # indexes and would break the import; vLLM's triton is newer than ours, which a CPU does not need.
@@ -31,13 +31,16 @@ $(VLLM)/.ready: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/pytest tests/test_vllm_tokens.py
+	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python benchmarks/report --check
+
+test-gpu: $(VENV)/.ready
+	$(BIN)/python tests/gpu_shards.py --out benchmarks/results/gpu-tests.json
 
 bench: $(VENV)/.ready
 	$(BIN)/anabranch bench merge

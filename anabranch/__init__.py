@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from anabranch.append import append_kv
     from anabranch.attend import attend
-    from anabranch.cascade import Cascade, attend_cascade, make_cascade
-    from anabranch.engine.llm import LLM
-    from anabranch.keys import DenseKV, LatentKV, PagedKV, RaggedKV, SelectedKV
-    from anabranch.latent_prompt import attend_latent_prompt
-    from anabranch.merge import merge
-    from anabranch.plan import Plan, make_plan
-    from anabranch.sampling.params import SamplingParams
-    from anabranch.selectors import (
+    from anabranch.compositions.cascade import Cascade, attend_cascade, make_cascade
+    from anabranch.compositions.latent_prompt import attend_latent_prompt
+    from anabranch.compositions.selectors import (
         PageBounds,
         bound_pages,
         extend_bounds,
@@ -23,9 +18,14 @@ if TYPE_CHECKING:
         select_recent,
         select_top_keys,
     )
+    from anabranch.compositions.tree import DraftTree, make_draft_tree
+    from anabranch.compositions.up_projection import UpProjection
+    from anabranch.keys import DenseKV, LatentKV, PagedKV, RaggedKV, SelectedKV
+    from anabranch.llm.engine.llm import LLM
+    from anabranch.llm.sampling.params import SamplingParams
+    from anabranch.merge import merge
+    from anabranch.plan import Plan, make_plan
     from anabranch.state import AttentionState
-    from anabranch.tree import DraftTree, make_draft_tree
-    from anabranch.up_projection import UpProjection
 
 __all__ = [
     "LLM",
@@ -60,14 +60,14 @@ __version__ = "0.1.0"
 _NAMES = {
     "append": ["append_kv"],
     "attend": ["attend"],
-    "cascade": ["Cascade", "attend_cascade", "make_cascade"],
-    "engine.llm": ["LLM"],
+    "compositions.cascade": ["Cascade", "attend_cascade", "make_cascade"],
+    "llm.engine.llm": ["LLM"],
     "keys": ["DenseKV", "LatentKV", "PagedKV", "RaggedKV", "SelectedKV"],
-    "latent_prompt": ["attend_latent_prompt"],
+    "compositions.latent_prompt": ["attend_latent_prompt"],
     "merge": ["merge"],
     "plan": ["Plan", "make_plan"],
-    "sampling.params": ["SamplingParams"],
-    "selectors": [
+    "llm.sampling.params": ["SamplingParams"],
+    "compositions.selectors": [
         "PageBounds",
         "bound_pages",
         "extend_bounds",
@@ -76,8 +76,8 @@ _NAMES = {
         "select_top_keys",
     ],
     "state": ["AttentionState"],
-    "tree": ["DraftTree", "make_draft_tree"],
-    "up_projection": ["UpProjection"],
+    "compositions.tree": ["DraftTree", "make_draft_tree"],
+    "compositions.up_projection": ["UpProjection"],
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 

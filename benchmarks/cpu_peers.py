@@ -182,7 +182,7 @@ def main() -> None:
     if not options.peer:
         parser.error("--peer is needed")
     if not options.model:
-        from anabranch.models import smollm2_directory
+        from anabranch.llm.models import smollm2_directory
 
         options.model = str(smollm2_directory())
     results = compare(options)

@@ -22,7 +22,7 @@ from anabranch import LLM, SamplingParams
 from anabranch.bench.engine.latency import full_batch_ms
 from anabranch.bench.engine.workload import random_prompts
 from anabranch.bench.results import begin_results
-from anabranch.cli.step_times import record_steps
+from anabranch.llm.cli.step_times import record_steps
 
 
 @dataclass

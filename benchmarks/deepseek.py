@@ -26,9 +26,9 @@ from anabranch.bench.engine.latency import full_batch_ms
 from anabranch.bench.engine.workload import random_prompts
 from anabranch.bench.results import begin_results
 from anabranch.bench.timing import release_memory
-from anabranch.cli.step_times import RecordedStats
-from anabranch.engine.llm import LLM
-from anabranch.sampling.params import SamplingParams
+from anabranch.llm.cli.step_times import RecordedStats
+from anabranch.llm.engine.llm import LLM
+from anabranch.llm.sampling.params import SamplingParams
 
 # Tokens are drawn: with random weights, the most probable one would soon be the same in all
 # sequences, and a few experts would have all of them.

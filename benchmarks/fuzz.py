@@ -6,7 +6,8 @@
 `--impl latent` draws calls over latent rows for the Hopper kernel, `--impl triton` runs in the
 interpreter where there is no GPU. Fresh memory is NaN before a kernel writes it, also between the
 replays of a graph, and so is what was freed: unused pages, ends of buffers, `out`, plans, parts.
-`fuzzed_calls.py` draws the calls, `tests/cases.py` makes their inputs and knows what is right.
+`fuzzed_calls.py` draws the calls, `tests/support/cases.py` makes their inputs and
+knows what is right.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support"), str(ROOT / "benchmarks")]
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
 

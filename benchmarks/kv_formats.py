@@ -19,7 +19,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import anabranch as ab
 from anabranch.keys.formats import FORMATS, empty_store
-from anabranch.models import load_model
+from anabranch.llm.models import load_model
 
 PAGE = 16
 RIVER = Path(__file__).parent.parent / "examples" / "river.txt"

@@ -24,8 +24,8 @@ from rows import header, save_rows
 
 from anabranch import LatentKV, UpProjection, attend_latent_prompt
 from anabranch.bench.timing import event_us
-from anabranch.prompt_pieces import PromptLayout, make_prompt_layout
-from anabranch.prompt_workspace import MIB
+from anabranch.compositions.prompt_pieces import PromptLayout, make_prompt_layout
+from anabranch.compositions.prompt_workspace import MIB
 from anabranch.state import AttentionState
 
 NOPE, ROTARY, VALUE, RANK, PAGE = 128, 64, 128, 512, 64

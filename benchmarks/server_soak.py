@@ -27,7 +27,7 @@ import httpx
 import psutil
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 from fuzzed_bodies import fuzzed  # noqa: E402
 from tokenizer_families import FAMILIES, WORDS, model_of  # noqa: E402
@@ -44,9 +44,9 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/j
 BODY = HEAD + b'Content-Length: 90\r\n\r\n{"prompt": "'
 SERVE = """
 import sys
-from anabranch.engine.config import EngineConfig, SpeculativeConfig
-from anabranch.server.command import serve
-from anabranch.server.server_limits import ServerLimits
+from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
+from anabranch.llm.server.command import serve
+from anabranch.llm.server.server_limits import ServerLimits
 config = EngineConfig(
     model=sys.argv[1], device="cpu", max_num_seqs=8, kv_cache_gib=0.05,
     speculative=SpeculativeConfig(),

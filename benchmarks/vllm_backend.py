@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from vllm_engine import Case, Engine
 
-CONFIGS = Path(__file__).parents[1] / "anabranch" / "models" / "configs"
+CONFIGS = Path(__file__).parents[1] / "anabranch" / "llm" / "models" / "configs"
 START_SECONDS = 240  # of both processes, compiling at once
 
 
@@ -171,7 +171,7 @@ def save(path: Path, rows: Sequence[dict[str, Any]], given: argparse.Namespace) 
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama-3.1-8b", help="in anabranch/models/configs")
+    parser.add_argument("--model", default="llama-3.1-8b", help="in anabranch/llm/models/configs")
     parser.add_argument("--draft", default="llama-3.1-8b-draft4", help="NAME@1: its first layer")
     parser.add_argument("--backends", default="CUSTOM,FLASH_ATTN")
     parser.add_argument("--cases", default="1x1024,8x1024,64x1024,64x4096,16x8192")

@@ -11,7 +11,7 @@ from anabranch.bench.line_plot import check_matplotlib
 from anabranch.bench.results import RunResults
 from anabranch.bench.serve import load_plot, result_block, serve_bench, soak
 from anabranch.bench.table import Table, print_paths, print_table
-from anabranch.cli.progress import Progress, progress_bars, quiet_transformers
+from anabranch.llm.cli.progress import Progress, progress_bars, quiet_transformers
 
 
 class Bench(NamedTuple):

@@ -22,8 +22,8 @@ from anabranch.bench.peers.site import add_folder
 from anabranch.bench.results import Results, Row, blank_row, make_header, with_ratios
 from anabranch.bench.table import make_table, print_paths, print_table
 from anabranch.bench.timing import synchronize, time_graph, time_loop
-from anabranch.cli.progress import progress_bars
-from anabranch.engine.config import EngineConfig
+from anabranch.llm.cli.progress import progress_bars
+from anabranch.llm.engine.config import EngineConfig
 
 MAX_EAGER_US = 1000.0  # above, the host is never what a call waits for
 BROKEN = ("wrong", "failed")

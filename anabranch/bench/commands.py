@@ -19,8 +19,8 @@ from anabranch.bench.engine.bench_options import (
     TreeOptions,
 )
 from anabranch.bench.serve.load_options import LoadOptions, SoakOptions
-from anabranch.cli.engine_options import EngineOptions
-from anabranch.cli.options import add_command, new_app, option
+from anabranch.llm.cli.engine_options import EngineOptions
+from anabranch.llm.cli.options import add_command, new_app, option
 
 ATTENTION = {
     "merge": """Time the merge of two states: torch, Triton, CUDA and FlashInfer.

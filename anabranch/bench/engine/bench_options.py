@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from anabranch.cli.engine_options import SCORERS, EngineOptions
-from anabranch.cli.options import option, options_of
+from anabranch.llm.cli.engine_options import SCORERS, EngineOptions
+from anabranch.llm.cli.options import option, options_of
 
 SWITCHES = tuple(each.flag[2:] for each in options_of(EngineOptions) if each.type is bool)
 COMPARE = ("speculative", "scorer", *SWITCHES)

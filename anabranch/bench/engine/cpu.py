@@ -13,10 +13,10 @@ from anabranch.bench.engine.transformers_peer import TransformersPeer
 from anabranch.bench.engine.workload import greedy, question_messages, summary_messages
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.table import Table, format_number
-from anabranch.cli.progress import Progress
+from anabranch.llm.cli.progress import Progress
 
 if TYPE_CHECKING:
-    from anabranch.engine.llm import LLM
+    from anabranch.llm.engine.llm import LLM
 
 Runs = dict[str, tuple[int, Callable[[], object]]]  # output tokens, and the call that makes them
 TRANSFORMERS, ENGINE = "transformers generate", "anabranch"

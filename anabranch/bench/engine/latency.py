@@ -13,13 +13,13 @@ from anabranch.bench.engine.bench_options import LatencyOptions, compared_settin
 from anabranch.bench.engine.workload import greedy, random_prompts
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.timing import release_memory
-from anabranch.cli.profile import profiled
-from anabranch.cli.progress import Progress
-from anabranch.cli.step_times import RecordedStats, record_steps
+from anabranch.llm.cli.profile import profiled
+from anabranch.llm.cli.progress import Progress
+from anabranch.llm.cli.step_times import RecordedStats, record_steps
 
 if TYPE_CHECKING:
-    from anabranch.engine.llm import LLM
-    from anabranch.engine.outputs import RequestOutput
+    from anabranch.llm.engine.llm import LLM
+    from anabranch.llm.engine.outputs import RequestOutput
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MAX_PREFILLS = 3

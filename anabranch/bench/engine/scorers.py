@@ -13,12 +13,12 @@ from anabranch.bench.engine.workload import LOWEST_TOKEN, greedy, random_prompts
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.table import Table, format_number
 from anabranch.bench.timing import release_memory
-from anabranch.cli.engine_options import SCORERS
-from anabranch.cli.progress import Progress
-from anabranch.cli.step_times import record_steps
+from anabranch.llm.cli.engine_options import SCORERS
+from anabranch.llm.cli.progress import Progress
+from anabranch.llm.cli.step_times import record_steps
 
 if TYPE_CHECKING:
-    from anabranch.engine.llm import LLM
+    from anabranch.llm.engine.llm import LLM
 
 PLAIN = "plain decode step"
 FIRST_STEPS = 4  # prompts, and tokens that n-grams have not met yet

@@ -21,7 +21,7 @@ from anabranch.bench.line_plot import PlotLine, PlotPanel, draw_panels
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.table import Table, format_number
 from anabranch.bench.timing import release_memory, synchronize
-from anabranch.cli.progress import Progress
+from anabranch.llm.cli.progress import Progress
 
 PANELS = {"pp": "prompt, tokens/s", "tg": "generation, tokens/s"}
 

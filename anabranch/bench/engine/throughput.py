@@ -12,7 +12,7 @@ from anabranch.bench.engine.transformers_peer import TransformersPeer
 from anabranch.bench.engine.workload import Workload, greedy, random_workload
 from anabranch.bench.results import Record, RunResults, begin_results
 from anabranch.bench.timing import release_memory
-from anabranch.cli.progress import Progress
+from anabranch.llm.cli.progress import Progress
 
 
 def run_throughput(options: ThroughputOptions, progress: Progress) -> RunResults:

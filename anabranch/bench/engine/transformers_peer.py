@@ -12,8 +12,8 @@ import torch
 
 from anabranch.bench.engine.workload import Workload
 from anabranch.bench.timing import synchronize
-from anabranch.cli.engine_options import EngineOptions
-from anabranch.cli.progress import Progress
+from anabranch.llm.cli.engine_options import EngineOptions
+from anabranch.llm.cli.progress import Progress
 
 IGNORE_EOS = -1
 
@@ -22,9 +22,9 @@ class TransformersPeer:
     """A model as `from_pretrained` gives it, with one of the attention implementations."""
 
     def __init__(self, options: EngineOptions, attention: str, progress: Progress) -> None:
-        from anabranch.engine.config import DTYPES
         from anabranch.integrations.transformers import register
-        from anabranch.models import load_model
+        from anabranch.llm.engine.config import DTYPES
+        from anabranch.llm.models import load_model
 
         register()
         self.device = options.torch_device()

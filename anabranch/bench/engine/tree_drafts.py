@@ -9,12 +9,12 @@ from anabranch.bench.engine.bench_options import TreeOptions, parse_sizes
 from anabranch.bench.engine.workload import TEXTS, summary_messages
 from anabranch.bench.results import RunResults, begin_results
 from anabranch.bench.table import Table
-from anabranch.cli.progress import Progress
+from anabranch.llm.cli.progress import Progress
 
 
 def run_tree(options: TreeOptions, progress: Progress) -> RunResults:
     """A row for each number of drafts and shape, with a mean for each answer."""
-    from anabranch.sampling.params import SamplingParams
+    from anabranch.llm.sampling.params import SamplingParams
 
     options = replace(options, speculative="ngram", draft_model=None, adaptive=False)
     results = begin_results("drafts", options.torch_device(), options)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 if TYPE_CHECKING:
-    from anabranch.sampling.params import SamplingParams
+    from anabranch.llm.sampling.params import SamplingParams
 
 RIVER = Path(__file__).parents[3] / "examples" / "river.txt"
 TEXTS = Path(__file__).parent / "texts"
@@ -26,7 +26,7 @@ class Workload(NamedTuple):
 
 def greedy(num_tokens: int, **more: Any) -> SamplingParams:
     """Answers of this length, whatever the tokens are."""
-    from anabranch.sampling.params import SamplingParams
+    from anabranch.llm.sampling.params import SamplingParams
 
     return SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, **more)
 

@@ -17,8 +17,8 @@ from anabranch.bench.engine.bench_options import (
     compared_settings,
     parse_sizes,
 )
-from anabranch.cli.engine_options import SPECULATIVE, ServingOptions
-from anabranch.cli.options import option
+from anabranch.llm.cli.engine_options import SPECULATIVE, ServingOptions
+from anabranch.llm.cli.options import option
 
 
 class Load(NamedTuple):

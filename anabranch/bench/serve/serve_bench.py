@@ -18,7 +18,7 @@ from anabranch.bench.serve.request_load import run_load, summarise
 from anabranch.bench.serve.server_process import launched
 from anabranch.bench.serve.streamed_request import check_answer, send_request
 from anabranch.bench.timing import release_memory
-from anabranch.cli.progress import Progress
+from anabranch.llm.cli.progress import Progress
 
 
 def run_serve(options: LoadOptions, progress: Progress) -> RunResults:

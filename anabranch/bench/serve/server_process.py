@@ -15,8 +15,8 @@ from typing import IO, NamedTuple
 
 import httpx
 
-from anabranch.cli.engine_options import ServingOptions
-from anabranch.cli.options import arguments_of
+from anabranch.llm.cli.engine_options import ServingOptions
+from anabranch.llm.cli.options import arguments_of
 
 START_SECONDS = 1800.0  # a large model is read, compiled and captured
 STOP_SECONDS = 90.0
@@ -40,7 +40,7 @@ def launched(model: str, options: ServingOptions, timeout: float) -> Generator[L
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "anabranch.cli", *serve_arguments(model, options, timeout),
+            [sys.executable, "-m", "anabranch", *serve_arguments(model, options, timeout),
              "--port", str(port)],
             stdin=subprocess.DEVNULL,
             stdout=log,

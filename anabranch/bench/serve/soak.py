@@ -18,7 +18,7 @@ from anabranch.bench.serve.request_load import LoadRun, latencies, summarise
 from anabranch.bench.serve.server_process import LaunchedServer, launched
 from anabranch.bench.serve.streamed_request import Outcome, check_answer, send_request
 from anabranch.bench.table import Table
-from anabranch.cli.progress import Progress
+from anabranch.llm.cli.progress import Progress
 
 HEALTH_SECONDS = 0.05  # between two requests to /health
 SAMPLE_SECONDS = 1.0  # between two readings of memory and pages

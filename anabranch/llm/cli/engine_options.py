@@ -1,0 +1,173 @@
+"""Options of an engine, the same in every command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from anabranch.llm.cli.options import check_options, option
+
+if TYPE_CHECKING:
+    import torch
+
+    from anabranch.llm.cli.progress import Progress
+    from anabranch.llm.engine.llm import LLM
+
+SPECULATIVE = ("ngram", "draft", "off")
+SPARSE = ("pages", "recent", "off")
+SCORERS = ("multi-query", "batch-expansion")
+DEVICES = ("cuda", "cpu")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineOptions:
+    """A model and how it is run."""
+
+    model: str = option(
+        "smollm2",
+        "smollm2, a transformers directory, a .gguf file, a hub id, or dummy:CONFIG "
+        "(random weights; dummy:llama-3.1-8b).",
+    )
+    device: str | None = option(None, "cuda or cpu; the GPU if there is one.")
+    dtype: str | None = option(
+        None, "float32 on a CPU, 16 bits on a GPU unless given.", choices=DTYPES
+    )
+    max_model_len: int | None = option(None, "Tokens of a sequence, prompt and output.", at_least=1)
+    max_num_batched_tokens: int | None = option(
+        None, "Tokens of a step, at most: 8192 on a GPU, 1024 on a CPU.", at_least=1
+    )
+    page_size: int = option(16, "Tokens of a page of the KV cache.", at_least=1)
+    kv_cache_gib: float | None = option(
+        None, "Size of the KV cache: what remains of a GPU, 1 on a CPU.", above=0
+    )
+    kv_cache_dtype: str = option(
+        "auto",
+        "Format of the KV cache: auto (the model's dtype), fp8, fp8_tensor, int8, q8_0, or two of "
+        "these for keys and values: q8_0/fp8.",
+    )
+    speculative: str = option("off", "Where drafts come from.", choices=SPECULATIVE)
+    draft_model: str | None = option(None, "For --speculative draft: a model of one vocabulary.")
+    num_drafts: int = option(4, "Draft tokens of a sequence and step, at most.")
+    tree_width: int = option(
+        1, "Drafts that may follow the same token: above 1, drafts form a tree.", at_least=1
+    )
+    scorer: str = option("multi-query", "How drafts are scored.", choices=SCORERS)
+    adaptive: bool = option(True, "Fewer drafts, or none, when they do not pay.")
+    graphs: bool = option(True, "CUDA graphs of decoding steps.")
+    fused_merge: bool = option(
+        True, "Parts of attention may be merged inside its kernel; off, by a launch of their own."
+    )
+    max_workspace_mib: float = option(
+        256.0, "MiB for keys that a latent cache (DeepSeek) is expanded into, at a time.", above=0
+    )
+    cascade: bool = option(
+        True, "On a GPU, read pages once that sequences share, where that saves time."
+    )
+    sparse: str = option(
+        "off", "Which keys of long contexts decode steps read; tokens change.", choices=SPARSE
+    )
+    sparse_keep: int = option(2048, "For --sparse: keys of a context that are read.", at_least=1)
+    compile: bool | None = option(
+        None, "torch.compile of the decoder layers; by default on a GPU from 1e9 weights on."
+    )
+
+    tensor_parallel: int = option(
+        1, "Processes, one a GPU, over which the weights are cut.", at_least=1
+    )
+    context_parallel: int = option(
+        1, "Processes, one a GPU, over which the pages of the KV cache are dealt.", at_least=1
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        if self.device is not None and self.device.partition(":")[0] not in DEVICES:
+            raise ValueError(f"--device must be {' or '.join(DEVICES)}, got {self.device!r}")
+        if self.draft_model is not None and self.speculative != "draft":
+            raise ValueError(f"--draft-model needs --speculative draft, not {self.speculative!r}")
+        if self.speculative == "draft" and self.draft_model is None:
+            raise ValueError("--speculative draft needs --draft-model")
+
+    def make(self, progress: Progress | None = None, **more: Any) -> LLM:
+        """The engine, loaded."""
+        from anabranch.llm.engine.llm import LLM
+
+        return LLM(self.model, progress=progress, **(self.engine_config() | more))
+
+    def engine_config(self) -> dict[str, Any]:
+        """As `EngineConfig` calls them, without the model."""
+        return {
+            "device": self.device,
+            "dtype": self.dtype,
+            "max_model_len": self.max_model_len,
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "page_size": self.page_size,
+            "kv_cache_gib": self.kv_cache_gib,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "speculative": self.speculative_config(),
+            "cuda_graphs": self.graphs,
+            "compile": self.compile,
+            "fused_merge": self.fused_merge,
+            "tensor_parallel": self.tensor_parallel,
+            "context_parallel": self.context_parallel,
+            "max_workspace_mib": self.max_workspace_mib,
+            "cascade": None if self.cascade else False,
+            "sparse": self.sparse_config(),
+        }
+
+    def sparse_config(self) -> dict[str, Any] | None:
+        """As `SparseConfig` calls them; None where contexts are read whole."""
+        if self.sparse == "off":
+            return None
+        return {"method": self.sparse, "keep": self.sparse_keep}
+
+    def speculative_config(self) -> dict[str, Any] | None:
+        """As `SpeculativeConfig` calls them; None without speculation."""
+        if self.speculative == "off":
+            return None
+        return {
+            "method": self.speculative,
+            "model": self.draft_model,
+            "num_drafts": self.num_drafts,
+            "tree_width": self.tree_width,
+            "scorer": self.scorer,
+            "adaptive": self.adaptive,
+        }
+
+    def torch_device(self) -> torch.device:
+        """The device asked for, or the best there is."""
+        from anabranch.llm.engine.config import EngineConfig
+
+        return EngineConfig(device=self.device).resolve_device()
+
+    def setting(self) -> str:
+        """What distinguishes a run, in a few words."""
+        drafted = self.speculative != "off"
+        parts = [f"{self.speculative} k={self.num_drafts}", self.scorer] if drafted else []
+        parts += [f"trees of width {self.tree_width}"] if drafted and self.tree_width > 1 else []
+        parts += [] if self.graphs else ["no graphs"]
+        parts += [] if self.fused_merge else ["merge apart"]
+        parts += [] if self.cascade else ["no cascades"]
+        parts += [] if self.sparse == "off" else [f"sparse {self.sparse} {self.sparse_keep}"]
+        parts += ["compiled"] if self.compile else []
+        parts += [f"TP {self.tensor_parallel}"] if self.tensor_parallel > 1 else []
+        parts += [f"CP {self.context_parallel}"] if self.context_parallel > 1 else []
+        parts += [] if self.kv_cache_dtype == "auto" else [f"{self.kv_cache_dtype} cache"]
+        return ", ".join(parts) or "plain"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(EngineOptions):
+    """An engine that many requests share."""
+
+    max_num_seqs: int | None = option(
+        None, "Sequences at once: 64 on a GPU, 16 on a CPU.", at_least=1
+    )
+    prefix_caching: bool = option(True, "Reuse the keys and values of equal prefixes.")
+
+    def engine_config(self) -> dict[str, Any]:
+        """As `EngineConfig` calls them, without the model."""
+        return super().engine_config() | {
+            "max_num_seqs": self.max_num_seqs,
+            "prefix_caching": self.prefix_caching,
+        }

@@ -1,0 +1,209 @@
+"""Launching a step: drafts, the model, sampling, and one copy to the host; nothing waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from anabranch.llm.engine.build import Built
+from anabranch.llm.runner.model_runner import StepLogits
+from anabranch.llm.runner.stage_clock import StageClock
+from anabranch.llm.runner.step_layout import run_slots
+from anabranch.llm.sampling.batch import SampleBatch
+from anabranch.llm.sampling.logprobs import prompt_logprobs
+from anabranch.llm.sampling.sampler import Sampler
+from anabranch.llm.sampling.samples import PendingSamples, SampleOutput
+from anabranch.llm.sampling.token_logprobs import Logprob, TokenLogprobs, top_entries
+from anabranch.llm.sampling.transfer import Download, download
+from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Sequence
+from anabranch.llm.speculative.proposer import Proposer
+
+
+class DraftChoice(NamedTuple):
+    """How many drafts a step was to have, decided before it was scheduled, and why."""
+
+    at: float  # seconds of time.perf_counter
+    batch: int  # sequences that were running
+    num_drafts: int  # for each of them, at most
+    with_prompts: bool  # whether prompts were expected to run beside them
+
+
+class PendingPrompt(NamedTuple):
+    """Logprobs of a chunk of a prompt, on their way to the host."""
+
+    copy: Download
+    targets: list[int]
+    wanted: int
+
+    def wait(self) -> list[TokenLogprobs]:
+        """An entry for each token of the chunk but the first of the prompt."""
+        arrays = self.copy.wait()
+        entries: list[TokenLogprobs] = []
+        for place, token in enumerate(self.targets):
+            entry = top_entries(arrays["top_ids"][place], arrays["top"][place], self.wanted)
+            chosen, rank = float(arrays["chosen"][place]), int(arrays["ranks"][place])
+            entry[token] = Logprob(chosen, rank)
+            entries.append(entry)
+        return entries
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Launched:
+    """A step in flight."""
+
+    number: int
+    choice: DraftChoice
+    step: list[Scheduled]
+    samples: PendingSamples | None
+    clock: StageClock
+    graphed: bool
+    prompts: dict[Scheduled, PendingPrompt] = field(default_factory=dict[Scheduled, PendingPrompt])
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the host does not know yet how many tokens come out."""
+        return any(run.num_drafts for run in self.step)
+
+
+class Launcher:
+    """Runs the stages of a step in order."""
+
+    def __init__(
+        self, built: Built, sampler: Sampler, proposer: Proposer | None, eos_ids: Iterable[int]
+    ) -> None:
+        self._built = built
+        self._sampler = sampler
+        self._proposer = proposer
+        self._eos_ids = tuple(eos_ids)
+        self._owners: dict[int, Sequence] = {}
+
+    @torch.inference_mode()
+    def launch(self, step: list[Scheduled], number: int, choice: DraftChoice) -> Launched:
+        """Everything of a step up to the copy of its tokens."""
+        clock = StageClock(self._built.device)
+        drafts = any(run.num_drafts for run in step)
+        if self._proposer is not None and self._proposer.on_device:
+            self._proposer.propose(step, clock)
+        with clock.stage("scoring" if drafts else "model"):
+            logits = self._built.runner.run(step)
+            graphed = logits.by_graph
+            logits = self._only_sampled(step, logits)
+        with clock.stage("verification" if drafts else "sampling"):
+            samples, prompts = self._sample(step, logits)
+        return Launched(number, choice, step, samples, clock, graphed, prompts)
+
+    def own_row(self, seq: Sequence) -> None:
+        """Register a sequence that has a new row with the sampler."""
+        assert seq.row is not None
+        if self._owners.get(seq.row) is seq:
+            return
+        if self._owners.pop(seq.row, None) is not None:
+            self._sampler.remove(seq.row)
+        prompt = seq.tokens[: seq.prompt_len]
+        self._sampler.add(seq.row, seq.params, prompt, seq.output, seq.seed, self._eos_ids)
+        self._owners[seq.row] = seq
+
+    def _only_sampled(self, step: list[Scheduled], logits: StepLogits) -> StepLogits:
+        """Keep the sampled rows only: graphs return logits for every token."""
+        if logits.every is None or all(run.num_known == 1 for run in step):
+            return logits
+        wanted = [
+            logits.every * place + row
+            for place, run in enumerate(step)
+            for row in range(run.num_known - 1, run.num_known + run.num_drafts)
+        ]
+        return StepLogits(logits.rows[self._to_device(wanted)], None, logits.by_graph)
+
+    def _sample(
+        self, step: list[Scheduled], logits: StepLogits
+    ) -> tuple[PendingSamples | None, dict[Scheduled, PendingPrompt]]:
+        rows, prompts = self._prompt_rows(step, logits)
+        runs = [run for run in step if run.samples]
+        if not runs:
+            return None, prompts
+        table_rows = self._to_device([run.seq.row or 0 for run in runs])
+        width = (logits.every or max(run.num_drafts for run in runs) + 1) - 1
+        batch = SampleBatch(
+            rows=[run.seq.row or 0 for run in runs],
+            num_outputs=[run.seq.length - run.seq.prompt_len - 1 for run in runs],
+            num_drafts=[run.num_drafts for run in runs],
+            draft_tokens=self._draft_tokens(runs, table_rows, width) if width else None,
+            padded=logits.every is not None,
+            parents=_tree_parents(runs),
+        )
+        output = self._sampler.sample(rows, batch)
+        self._built.unseen[table_rows, 0] = output.last_tokens
+        samples = output.to_host(self._built.saturated)
+        self._compact(runs, output)
+        return samples, prompts
+
+    def _compact(self, runs: list[Scheduled], output: SampleOutput) -> None:
+        """Move the keys of accepted tree nodes to where their tokens now stand."""
+        if output.path is None:
+            return
+        runner, draft = self._built.runner, self._built.draft
+        shape = output.path.shape
+        slots = run_slots(runs, runner.page_size, shape[1])
+        on_device = self._to_device(slots.ravel().tolist()).view(shape)
+        for each in (runner,) if draft is None else (runner, draft.runner):
+            each.rows.move(on_device, output.path, output.num_accepted)
+
+    def _prompt_rows(
+        self, step: list[Scheduled], logits: StepLogits
+    ) -> tuple[torch.Tensor, dict[Scheduled, PendingPrompt]]:
+        """Separate the logits that serve a prompt's own logprobs from those to sample."""
+        prompts: dict[Scheduled, PendingPrompt] = {}
+        if logits.every is not None:
+            return logits.rows, prompts
+        kept: list[int] = []
+        start = 0
+        for run in step:
+            wanted = run.seq.params.prompt_logprobs
+            count = (1 + run.num_drafts) if run.samples else 0
+            if wanted is not None and run.scores_prompt:
+                count = run.num_tokens
+                prompts |= self._prompt_logprobs(run, logits.rows[start : start + count], wanted)
+                kept += [start + count - 1] if run.samples else []
+            else:
+                kept += range(start, start + count)
+            start += count
+        if len(kept) == start:
+            return logits.rows, prompts
+        return logits.rows[self._to_device(kept)], prompts
+
+    def _prompt_logprobs(
+        self, run: Scheduled, rows: torch.Tensor, wanted: int
+    ) -> dict[Scheduled, PendingPrompt]:
+        stop = min(run.start + run.num_tokens + 1, run.seq.prompt_len)
+        targets = run.seq.tokens[run.start + 1 : stop]
+        if not targets or len(run.seq.prompt_logprobs) >= stop - 1:
+            return {}
+        found = prompt_logprobs(rows[: len(targets)], self._to_device(targets), wanted)
+        return {run: PendingPrompt(download(found._asdict()), targets, wanted)}
+
+    def _draft_tokens(
+        self, runs: list[Scheduled], table_rows: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        if self._proposer is not None and self._proposer.on_device:
+            return self._built.unseen[table_rows, 1 : 1 + width]
+        drafts = [run.seq.drafts[: run.num_drafts] for run in runs]
+        flat = [token for row in drafts for token in row + [0] * (width - len(row))]
+        return self._to_device(flat).view(len(runs), width)
+
+    def _to_device(self, values: list[int]) -> torch.Tensor:
+        device = self._built.device
+        tensor = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
+        return tensor.to(device, non_blocking=True)
+
+
+def _tree_parents(runs: list[Scheduled]) -> list[tuple[int, ...]] | None:
+    """Parents of all drafts, those of chains too; None where no drafts form a tree."""
+    if all(run.parents is None for run in runs):
+        return None
+    return [
+        tuple(range(-1, run.num_drafts - 1)) if run.parents is None else run.parents for run in runs
+    ]

@@ -1,0 +1,131 @@
+"""LLM: prompts in, texts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any, cast
+
+from anabranch.llm.engine.config import EngineConfig
+from anabranch.llm.engine.engine import Engine
+from anabranch.llm.engine.outputs import RequestOutput
+from anabranch.llm.engine.prompts import Prompt, check_unicode
+from anabranch.llm.engine.request import Request
+from anabranch.llm.engine.stats import EngineStats
+from anabranch.llm.runner.model_runner import Progress
+from anabranch.llm.sampling.params import SamplingParams
+
+Advance = Callable[[int], None]  # output tokens so far
+
+
+class LLM:
+    """A model that answers prompts, all of them at once.
+
+    Options are those of `EngineConfig`; `speculative` may be a `SpeculativeConfig`, its options
+    as a dictionary, or the name of a method alone ("ngram", or "off").
+    """
+
+    def __init__(
+        self, model: str = "smollm2", *, progress: Progress | None = None, **options: Any
+    ) -> None:
+        self.engine = Engine(EngineConfig(model=model, **options), progress)
+        self._numbers = count()
+
+    @property
+    def tokenizer(self) -> Any:
+        """Of the model, or None."""
+        return self.engine.tokenizer
+
+    @property
+    def stats(self) -> EngineStats:
+        """Counts and times since the start."""
+        return self.engine.stats
+
+    def close(self) -> None:
+        """End the processes of other ranks; where there are any, no prompt can be answered then."""
+        self.engine.ranks.close()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        advance: Advance | None = None,
+    ) -> list[RequestOutput]:
+        """Answer every prompt; outputs in the order of the prompts.
+
+        If one prompt is refused, none is run.
+        """
+        given = _listed(prompts)
+        requests = self._add(given, _matched(params, len(given)))
+        start = self.stats.num_output_tokens
+        try:
+            while self.engine.has_work:
+                self.engine.step()
+                if advance:
+                    advance(self.stats.num_output_tokens - start)
+        finally:
+            self._end(requests)
+        return [request.output() for request in requests]
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
+        """Answer one prompt; an output whenever there is something new."""
+        (request,) = self._add([prompt], [params or SamplingParams()])
+        num_seen = 0
+        try:
+            while num_seen < request.num_output or not request.finished:
+                if num_seen < request.num_output:  # by this loop's step or another's
+                    num_seen = request.num_output
+                    yield request.output()
+                else:
+                    self.engine.step()
+        finally:
+            self._end([request])
+
+    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Tokens of a conversation by the model's chat template."""
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise ValueError(f"{self.engine.model_name} has no chat template")
+        for message in messages:
+            check_unicode(message.get("content") or "")
+        ids = self.tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, return_dict=False
+        )
+        return cast("list[int]", ids)
+
+    def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
+        requests: list[Request] = []
+        try:
+            for prompt, options in zip(prompts, params, strict=True):
+                request_id = f"{next(self._numbers)}"
+                requests.append(self.engine.add_request(request_id, prompt, options))
+        except Exception:
+            self._end(requests)
+            raise
+        return requests
+
+    def _end(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.request_id)
+        if not (self.engine.num_running or self.engine.num_waiting):
+            self.engine.step()  # takes in what is in flight
+
+
+def _listed(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Sequence):
+        return [cast("Prompt", prompts)]  # one, or what will be refused as one
+    listed = list(cast("Sequence[Any]", prompts))
+    return [listed] if listed and isinstance(listed[0], int) else listed
+
+
+def _matched(params: Any, num_prompts: int) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, Sequence):
+        raise ValueError(f"params must be SamplingParams or a list of them, got {params!r:.80}")
+    listed = list(cast("Sequence[Any]", params))
+    if len(listed) != num_prompts:
+        raise ValueError(f"there are {num_prompts} prompts but {len(listed)} sampling params")
+    return listed

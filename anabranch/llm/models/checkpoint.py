@@ -1,0 +1,104 @@
+"""Transformers directories: configuration, safetensors and tokenizer."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedTokenizerBase as Tokenizer
+from transformers.utils import logging
+
+from anabranch.llm.models.empty import num_weight_bytes
+from anabranch.llm.models.memory import check_fits
+from anabranch.llm.models.model_config import default_dtype, read_config
+
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def load_weights(
+    directory: Path,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None,
+    attn_implementation: str,
+    cut: Callable[[PreTrainedModel], object] | None = None,
+) -> PreTrainedModel:
+    """The model of a directory, on its device; every weight has to be in its safetensors.
+
+    `cut` is called before the model is moved, so that only what it leaves must fit on the device.
+    """
+    config = read_config(config_file(directory))
+    _check_safetensors(directory)
+    dtype = dtype or default_dtype(config, device)
+    if torch.device(device).type == "cuda" and cut is None:
+        check_fits(num_weight_bytes(config, dtype), device)
+    options: Any = {
+        "dtype": dtype,
+        "attn_implementation": attn_implementation,
+        "use_safetensors": True,
+        "trust_remote_code": False,
+        "local_files_only": True,
+        "output_loading_info": True,
+    }
+    load: Any = AutoModelForCausalLM.from_pretrained
+    try:
+        with _without_progress_bars():
+            model, report = load(directory, **options)
+    except (SafetensorError, OSError, RuntimeError) as error:
+        raise ValueError(f"the weights in {directory} cannot be read: {error}") from error
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{directory} lacks {len(missing)} weights, such as {missing[0]}")
+    if cut is not None:
+        cut(model)
+        check_fits(sum(weight.nbytes for weight in model.parameters()), device)
+    return model.to(device)
+
+
+def load_tokenizer(directory: Path) -> Tokenizer | None:
+    """The tokenizer of a directory, or None where there is none."""
+    if not any((directory / name).is_file() for name in TOKENIZERS):
+        return None
+    load: Any = AutoTokenizer.from_pretrained
+    try:
+        return load(directory, trust_remote_code=False, local_files_only=True)
+    except Exception as error:  # the tokenizers library raises Exception itself
+        raise ValueError(f"the tokenizer in {directory} cannot be read: {error}") from error
+
+
+def config_file(directory: Path) -> Path:
+    """The config.json of a directory."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"{directory} has no config.json: it is no transformers directory")
+    return path
+
+
+def _check_safetensors(directory: Path) -> None:
+    if any((directory / name).is_file() for name in WEIGHTS):
+        return
+    if pickles := sorted(path.name for kind in PICKLES for path in directory.glob(kind)):
+        raise ValueError(
+            f"{directory} has its weights in {pickles[0]}, which can run code when it is read: "
+            "only safetensors are loaded"
+        )
+    raise FileNotFoundError(f"{directory} has neither {WEIGHTS[0]} nor {WEIGHTS[1]}")
+
+
+@contextmanager
+def _without_progress_bars() -> Generator[None]:
+    enabled = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            logging.enable_progress_bar()

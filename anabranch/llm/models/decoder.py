@@ -1,0 +1,159 @@
+"""Decoder layers on a CPU by two calls of a kernel and attention between them."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import nn
+from transformers import AttentionInterface
+
+from anabranch.kernels.cpu.decoder import (
+    AttentionWeights,
+    OutputWeights,
+    layer_inputs,
+    layer_outputs,
+)
+from anabranch.llm.models.gated import GatedMLP
+from anabranch.llm.models.join import JoinedLinears
+from anabranch.llm.models.norm import CpuRMSNorm
+from anabranch.llm.models.packed_linear import PackedLinear
+
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
+RECORDER = "anabranch_recorder"
+PASSED = {"scaling", "sliding_window", "softcap"}  # arguments of attention that a layer fixes,
+IGNORED = {"dropout", "use_cache"}  # and others that say nothing at inference
+TOLERANCE = 1e-4  # of the largest output: what float32 and another order of sums may differ by
+NUM_TOKENS = 3  # of the trial
+
+
+class CpuDecoderLayer(nn.Module):
+    """A layer with the same weights, norms and attention function as the one it replaces."""
+
+    def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
+        super().__init__()
+        self.layer = layer
+        self._attention: Any = [layer.self_attn]  # in a list, so that it is registered once
+        self._arguments = arguments
+        self._num_heads, self._before, self._after = _weights(layer)
+        self._moved = False
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the layer would give; whatever is unusual, it gives itself."""
+        rotary = cast("Rotary | None", kwargs.get("position_embeddings"))
+        unusual = args or kwargs.get("past_key_values") is not None or torch.compiler.is_compiling()
+        if rotary is None or unusual or not self._fits(hidden_states, *rotary):
+            return self.layer(hidden_states, *args, **kwargs)
+        x = hidden_states.view(-1, hidden_states.shape[-1])
+        q_heads, kv_heads = self._num_heads
+        heads = layer_inputs(x, rotary[0], rotary[1], self._before).transpose(0, 1)[None]
+        q, k, v = torch.split(heads, [q_heads, kv_heads, kv_heads], 1)
+        (attention,) = self._attention
+        functions = cast("Any", AttentionInterface())
+        function: Any = functions[attention.config._attn_implementation]
+        mask = kwargs.get("attention_mask")
+        out: Any = function(attention, q, k, v, mask, dropout=0.0, **self._arguments)[0]
+        attended = cast("torch.Tensor", out.reshape(len(x), -1).contiguous())
+        return layer_outputs(x, attended, self._after).view_as(hidden_states)
+
+    def _fits(self, x: torch.Tensor, *rotary: torch.Tensor) -> bool:
+        if self._moved or len(x) != 1:
+            return False
+        numbers = x.shape[1] * self._before.head_dim
+        plain = (each.dtype == torch.float32 and each.is_contiguous() for each in (x, *rotary))
+        return all(plain) and all(each.numel() == numbers for each in rotary)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> CpuDecoderLayer:
+        """Moved or converted weights are no longer packed."""
+        self._moved = True
+        return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+
+
+def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeights]:
+    """How many heads read and are read, and the weights before and after attention."""
+    attention, mlp = layer.self_attn, layer.mlp
+    joined, dim = attention.joined_q_proj, attention.head_dim
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    linears = joined.linear, attention.o_proj, mlp.joined.linear, mlp.down_proj
+    if not all(isinstance(each, CpuRMSNorm) for each in norms):
+        raise TypeError("norms are not plain ones")
+    if not isinstance(mlp, GatedMLP) or not all(isinstance(x, PackedLinear) for x in linears):
+        raise TypeError("products are not over packed weights")
+    if linears[-1].bias is not None or not isinstance(joined, JoinedLinears):
+        raise TypeError("there is a bias that the kernel does not add")
+    qkv, o, gate_up, down = linears
+    q_size, k_size, _ = joined.sizes
+    before = AttentionWeights(
+        norms[0].weight,
+        norms[0].epsilon,
+        qkv.packed,
+        qkv.bias,
+        qkv.out_features,
+        (q_size + k_size) // dim,
+        dim,
+    )
+    inner = down.in_features
+    after = OutputWeights(
+        o.packed, o.bias, norms[1].weight, norms[1].epsilon, gate_up.packed, down.packed, inner
+    )
+    return (q_size // dim, k_size // dim), before, after
+
+
+@torch.inference_mode()
+def fuse_decoder_layers(model: nn.Module) -> int:
+    """Replace layers of lists of modules, in place; how many.
+
+    A layer is replaced only if it gives the same numbers for a random input, whatever its class.
+    """
+    count = 0
+    for parent in list(model.modules()):
+        if not isinstance(parent, nn.ModuleList):
+            continue
+        for index, layer in enumerate(parent):
+            fused = _fused(layer)
+            if fused is not None:
+                parent[index] = fused
+                count += 1
+    return count
+
+
+def _fused(layer: nn.Module) -> CpuDecoderLayer | None:
+    try:
+        _, before, _ = _weights(layer)
+        x = torch.randn(1, NUM_TOKENS, len(before.norm))
+        cos, sin = (torch.randn(1, NUM_TOKENS, before.head_dim) for _ in range(2))
+        inputs: Any = {"position_embeddings": (cos, sin), "attention_mask": None}
+        with _recorded(cast("Any", layer).self_attn.config) as calls:
+            expected: Any = layer(x, **inputs)
+            arguments = {name: calls[0][name] for name in calls[0].keys() - IGNORED}
+            fused = CpuDecoderLayer(layer, arguments)
+            actual = fused(x, **inputs)
+    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
+        return None  # it takes more than an input, or has other parts
+    if not isinstance(expected, torch.Tensor) or expected.shape != actual.shape:
+        return None
+    agree = (expected - actual).abs().max() <= TOLERANCE * expected.abs().max()
+    return fused if agree and arguments.keys() <= PASSED else None
+
+
+@contextmanager
+def _recorded(config: Any) -> Generator[list[dict[str, Any]]]:
+    """Stand in for the attention of a model, and note with which arguments it is called."""
+    calls: list[dict[str, Any]] = []
+
+    def record(
+        module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **given: Any
+    ) -> tuple[torch.Tensor, None]:
+        del module
+        calls.append({name: value for name, value in given.items() if value is not None})
+        group = q.shape[1] // v.shape[1]
+        return (q + (k + v).repeat_interleave(group, 1)).transpose(1, 2), None
+
+    cast("Any", AttentionInterface).register(RECORDER, record)
+    kind, config._attn_implementation = config._attn_implementation, RECORDER
+    try:
+        yield calls
+    finally:
+        config._attn_implementation = kind

@@ -1,0 +1,111 @@
+"""GGUF files as transformers directories, converted once into the user's cache."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+
+from anabranch.llm.models.gguf_deepseek import ARCHITECTURE, deepseek_config, deepseek_weights
+from anabranch.llm.models.gguf_llama import is_plain_llama, llama_config, llama_weights
+from anabranch.llm.models.gguf_metadata import GGUFModel, open_gguf
+from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer, has_known_words
+from anabranch.llm.models.store import CONVERSION, Progress, make_once
+
+SHARD_BYTES = 4 * 2**30
+
+
+def gguf_directory(path: Path, *, progress: Progress | None = None) -> Path:
+    """The transformers directory made from a GGUF file, from the cache where it was made before."""
+    stat = path.stat()
+    identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERSION}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def convert(directory: Path) -> None:
+        convert_gguf(path, directory, progress=progress)
+
+    return make_once(f"{path.stem}-{key}", convert)
+
+
+def convert_gguf(path: Path, directory: Path, *, progress: Progress | None = None) -> None:
+    """Write configuration, weights, tokenizer and chat template of a GGUF file to `directory`."""
+    if progress:
+        progress(f"converting {path.name}")
+    model = open_gguf(path)
+    if is_plain_llama(model):
+        llama_config(model).save_pretrained(directory)
+        _save_weights(llama_weights(model), directory)
+        gguf_tokenizer(model).save_pretrained(directory)
+    elif model.architecture == ARCHITECTURE:
+        deepseek_config(model).save_pretrained(directory)
+        _save_weights(deepseek_weights(model), directory)
+        gguf_tokenizer(model).save_pretrained(directory)
+    else:
+        _convert_by_transformers(model, directory)
+    _generation_config(model).save_pretrained(directory)
+
+
+def _save_weights(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
+    """Safetensors in shards, of which no more than one is in memory at a time."""
+    places: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(_shards(weights), 1):
+        file = f"model-{number:05}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+        total += sum(weight.nbytes for weight in shard.values())
+    files = sorted(set(places.values()))
+    if len(files) == 1:
+        (directory / files[0]).rename(directory / "model.safetensors")
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _shards(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, weight in weights:
+        if shard and held + weight.nbytes > SHARD_BYTES:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = weight
+        held += weight.nbytes
+    yield shard
+
+
+def _generation_config(model: GGUFModel) -> GenerationConfig:
+    ends = [model.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    return GenerationConfig(
+        bos_token_id=model.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=list(dict.fromkeys(end for end in ends if end is not None)) or None,
+        pad_token_id=model.get("tokenizer.ggml.padding_token_id"),
+    )
+
+
+def _convert_by_transformers(model: GGUFModel, directory: Path) -> None:
+    if find_spec("accelerate") is None:
+        raise ValueError(
+            f"{model.path} has the architecture {model.architecture!r}, which transformers "
+            "converts with the help of accelerate: pip install accelerate"
+        )
+    load: Any = AutoModelForCausalLM.from_pretrained
+    source, options = model.path.parent, {"gguf_file": model.path.name, "local_files_only": True}
+    plain = {"quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
+    converted, report = load(source, **plain, **options, output_loading_info=True)
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(f"{model.path} lacks {len(missing)} weights, such as {missing[0]}")
+    converted.save_pretrained(directory)
+    load_tokenizer: Any = AutoTokenizer.from_pretrained
+    known = has_known_words(model)
+    tokenizer = gguf_tokenizer(model) if known else load_tokenizer(source, **options)
+    tokenizer.save_pretrained(directory)

@@ -1,0 +1,110 @@
+"""`load_model`: a model and its tokenizer from any of the places they come from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from anabranch.llm.models.checkpoint import load_tokenizer, load_weights
+from anabranch.llm.models.dummy import dummy_config, dummy_model
+from anabranch.llm.models.hub import hub_directory
+from anabranch.llm.models.model_config import default_dtype
+from anabranch.llm.models.smollm2 import smollm2_directory
+from anabranch.llm.models.store import Progress
+
+DUMMY = "dummy:"
+HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready for inference, and its tokenizer if it has one."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase | None
+    name: str
+    config: PreTrainedConfig
+
+
+def load_model(
+    source: str,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype | None = None,
+    attn_implementation: str = "sdpa",
+    seed: int = 0,
+    progress: Progress | None = None,
+    cut: Callable[[PreTrainedModel], object] | None = None,
+) -> LoadedModel:
+    """Load a model onto a device.
+
+    `source` is `smollm2`, a transformers directory, a `.gguf` file, the id `org/name` of a model on
+    a hub, or `dummy:CONFIG`: random weights, drawn with `seed`, in the shapes of a config file or
+    of one that comes with anabranch. `dtype` is float32 on a CPU and 16 bits elsewhere unless
+    given. `progress` is called with each step as it starts. `cut` may leave a part of the model
+    only; that part of a checkpoint alone must fit on the device.
+    """
+    if source.startswith(DUMMY):
+        config = dummy_config(source.removeprefix(DUMMY))
+        _tell(progress, f"drawing random weights for {source}")
+        model = dummy_model(
+            config,
+            device=device,
+            dtype=dtype or default_dtype(config, device),
+            attn_implementation=attn_implementation,
+            seed=seed,
+        )
+        if cut is not None:
+            cut(model)
+        return _loaded(model, None, source)
+    name, directory = _find(source, progress)
+    _tell(progress, f"loading {name}")
+    tokenizer = load_tokenizer(directory)
+    model = load_weights(
+        directory, device=device, dtype=dtype, attn_implementation=attn_implementation, cut=cut
+    )
+    return _loaded(model, tokenizer, name)
+
+
+def local_source(source: str, *, progress: Progress | None = None) -> str:
+    """A source that needs neither download nor conversion: what others need not fetch again."""
+    return source if source.startswith(DUMMY) else str(_find(source, progress)[1])
+
+
+def _find(source: str, progress: Progress | None) -> tuple[str, Path]:
+    """The name of a model and the transformers directory it lies in, fetched or converted."""
+    if source == "smollm2":
+        return source, smollm2_directory(progress=progress)
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path.resolve().name, path
+    if path.suffix == ".gguf" and path.is_file():
+        from anabranch.llm.models.gguf_file import gguf_directory  # other sources need no gguf
+
+        return path.stem, gguf_directory(path, progress=progress)
+    if path.exists():
+        raise ValueError(f"{source} is neither a transformers directory nor a .gguf file")
+    if path.suffix != ".gguf" and HUB_ID.fullmatch(source):
+        _tell(progress, f"downloading {source}")
+        return source, hub_directory(source)
+    raise FileNotFoundError(
+        f"no model {source!r}: a source is smollm2, a transformers directory, a .gguf file, "
+        "a hub id org/name, or dummy:CONFIG"
+    )
+
+
+def _loaded(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str
+) -> LoadedModel:
+    model.eval().requires_grad_(False)
+    return LoadedModel(model, tokenizer, name, model.config)
+
+
+def _tell(progress: Progress | None, step: str) -> None:
+    if progress:
+        progress(step)

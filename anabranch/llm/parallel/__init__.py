@@ -1,0 +1,1 @@
+"""Models over several ranks: cut weights, and processes that follow rank 0."""

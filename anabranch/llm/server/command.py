@@ -1,0 +1,88 @@
+"""`anabranch serve`: an engine, a service and an HTTP server around them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from anabranch.llm.engine.config import EngineConfig
+from anabranch.llm.server.app import make_app
+from anabranch.llm.server.engine_process import Progress
+from anabranch.llm.server.heap import return_large_blocks
+from anabranch.llm.server.http_server import HttpServer
+from anabranch.llm.server.restarting_engine import RestartingEngine, RestartPolicy
+from anabranch.llm.server.server_limits import ServerLimits
+from anabranch.llm.server.service import make_service
+
+DRAIN_SECONDS = 60
+ENGINE_FAILED_EXIT_CODE = 3
+
+
+def serve(
+    config: EngineConfig,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    api_key: str | None = None,
+    model_name: str | None = None,
+    limits: ServerLimits | None = None,
+    cors_origins: Sequence[str] = (),
+    max_engine_restarts: int = 3,
+    drain_seconds: float = DRAIN_SECONDS,
+    log_level: str = "info",
+    progress: AbstractContextManager[Progress | None] | None = None,
+) -> None:
+    """Serve a model until SIGTERM or SIGINT; open requests are answered first.
+
+    `model_name` is what clients call the model, its own name by default. Requests that are open
+    `drain_seconds` after the signal end with an error. An engine that fails is started again, at
+    most `max_engine_restarts` times in ten minutes; then the process exits with code 3.
+    `progress` is open while the engine starts.
+    """
+    if api_key is not None and not api_key.strip():
+        raise ValueError("api_key must not be empty")
+    if not drain_seconds >= 0:
+        raise ValueError(f"drain_seconds must be at least 0, got {drain_seconds}")
+    policy = RestartPolicy(max_restarts=max_engine_restarts)
+    check_address(host, port)
+    return_large_blocks()
+    # uvicorn raises a signal again when it has drained; this lets the engine be closed, too
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    with progress or nullcontext() as advance:
+        engine = RestartingEngine(config, advance, policy=policy)
+    try:
+        service = make_service(
+            engine,
+            limits=limits or ServerLimits(),
+            model_name=model_name,
+            created=int(time.time()),
+        )
+        app = make_app(service, api_key=api_key, cors_origins=cors_origins)
+        HttpServer(
+            app,
+            service,
+            host=host,
+            port=port,
+            drain_seconds=drain_seconds,
+            log_level=log_level,
+            stops=lambda: engine.given_up,
+        ).run()
+    finally:
+        engine.close()
+    if engine.given_up:
+        sys.exit(ENGINE_FAILED_EXIT_CODE)
+
+
+def check_address(host: str, port: int) -> None:
+    """Refuse an address that cannot be listened on, before a model is loaded for it."""
+    if not 0 <= port <= 65535:
+        raise ValueError(f"port must be from 0 to 65535, got {port}")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error

@@ -1,0 +1,166 @@
+"""The engine's process: requests in, deltas out, a step at a time.
+
+Run by `EngineProcess` with the number of a socket. It ends when the other side closes it.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import signal
+import sys
+import time
+import traceback
+from multiprocessing.connection import Connection
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import torch
+
+from anabranch.llm.engine.engine import Engine
+from anabranch.llm.server.channel import Channel
+from anabranch.llm.server.deltas import DeltaCursor, RequestDelta, pack
+from anabranch.llm.server.messages import (
+    Abort,
+    Add,
+    Broken,
+    Failed,
+    Loading,
+    Outputs,
+    Ready,
+    Refused,
+    Snapshot,
+)
+
+SNAPSHOT_SECONDS = 0.2  # while working
+CAUSED_BY_SETTINGS = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError)
+IDLE_SECONDS = 1.0  # at most between two messages when there is nothing to do
+
+
+class EngineLoop:
+    """Steps for as long as there is work, and reports what is new.
+
+    An error while one request is added or reported ends that request and no other.
+    """
+
+    def __init__(self, engine: Engine, channel: Channel, inbox: SimpleQueue[Any]) -> None:
+        self._engine, self._channel, self._inbox = engine, channel, inbox
+        self._cursors: dict[str, DeltaCursor] = {}
+        self._reported = 0.0
+        self._was_busy = False
+
+    def run(self) -> None:
+        """Until the process ends."""
+        while True:
+            self._take_messages()
+            self._engine.ranks.check()
+            if self._engine.has_work:
+                self._step()
+            self._report()
+
+    def _take_messages(self) -> None:
+        try:
+            if not self._engine.has_work:
+                self._obey(self._inbox.get(timeout=IDLE_SECONDS))
+            while True:
+                self._obey(self._inbox.get_nowait())
+        except Empty:
+            pass
+
+    def _obey(self, message: Add | Abort) -> None:
+        if isinstance(message, Abort):
+            self._cursors.pop(message.request_id, None)
+            self._engine.abort(message.request_id)
+            return
+        try:
+            request = self._engine.add_request(*message)
+            self._cursors[message.request_id] = DeltaCursor(request)
+        except ValueError as error:
+            self._channel.send(Refused(message.request_id, str(error)))
+        except Exception as error:
+            self._give_up(message.request_id, error)
+
+    def _step(self) -> None:
+        deltas: list[RequestDelta] = []
+        for request in self._engine.step():
+            if any(seq.finish_reason == "error" for seq in request.seqs):
+                self._cursors.pop(request.request_id, None)
+                self._channel.send(Broken(request.request_id, request.error or ""))
+                continue
+            try:
+                deltas.append(self._cursors[request.request_id].delta())
+            except Exception as error:
+                self._give_up(request.request_id, error)
+        for delta in deltas:
+            if delta.finished:
+                del self._cursors[delta.request_id]
+        if deltas:
+            self._channel.send(Outputs(pack(deltas)))
+
+    def _give_up(self, request_id: str, error: Exception) -> None:
+        traceback.print_exception(error, file=sys.stderr)
+        self._cursors.pop(request_id, None)
+        self._engine.abort(request_id)
+        self._channel.send(Broken(request_id, f"{type(error).__name__}: {error}"))
+
+    def _report(self) -> None:
+        """Now and then, and whenever the work ends."""
+        busy, now = self._engine.has_work, time.monotonic()
+        ended, self._was_busy = self._was_busy and not busy, busy
+        if not ended and now - self._reported < (SNAPSHOT_SECONDS if busy else IDLE_SECONDS / 2):
+            return
+        self._reported = now
+        self._channel.send(snapshot(self._engine))
+
+
+def snapshot(engine: Engine) -> Snapshot:
+    """A copy of the counts."""
+    stats = copy.deepcopy(engine.stats)
+    return Snapshot(stats, engine.num_running, engine.num_waiting, engine.pool.usage)
+
+
+def ready(engine: Engine) -> Ready:
+    """What the server has to know of the engine."""
+    limits = engine.limits
+    return Ready(
+        model_name=engine.model_name,
+        tokenizer=engine.tokenizer,
+        vocab_size=engine.vocab_size,
+        max_model_len=limits.max_model_len,
+        max_num_seqs=limits.max_num_seqs,
+        num_pages=limits.num_pages,
+        page_size=limits.page_size,
+        max_drafts=limits.max_drafts,
+        device=str(engine.device),
+    )
+
+
+def failed(error: Exception, *, starting: bool) -> Failed:
+    """The last message; without a trace where a setting or a file is at fault."""
+    if starting and isinstance(error, CAUSED_BY_SETTINGS):
+        return Failed(str(error) or type(error).__name__, "")
+    return Failed(f"{type(error).__name__}: {error}", traceback.format_exc())
+
+
+def main(fd: int) -> int:
+    """Serve the socket `fd`, whose first message is the configuration."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the server drains first, then closes the socket
+    connection: Connection[Any, Any] = Connection(fd)
+    config = connection.recv()
+    inbox: SimpleQueue[Any] = SimpleQueue()
+    channel = Channel(connection, inbox.put, lambda: os._exit(0))
+    engine: Engine | None = None
+    try:
+        engine = Engine(config, lambda what, done, of: channel.send(Loading(what, done, of)))
+        channel.send(snapshot(engine))
+        channel.send(ready(engine))
+        EngineLoop(engine, channel, inbox).run()
+    except Exception as error:
+        channel.send(failed(error, starting=engine is None))
+        channel.flush()
+    return 1
+
+
+if __name__ == "__main__":
+    os._exit(main(int(sys.argv[1])))

@@ -1,0 +1,73 @@
+"""What is looked at before a request is read: its key and its size."""
+
+from __future__ import annotations
+
+import secrets
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from anabranch.llm.server.errors import ApiError
+
+GUARDED = ("/v1/", "/tokenize", "/detokenize", "/markdown")  # paths that need the key
+
+
+class Gate:
+    """ASGI middleware that turns away requests without the key, and bodies that are too large."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str | None, max_body_bytes: int) -> None:
+        self._app = app
+        self._api_key = None if api_key is None else api_key.encode()
+        self._max_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer with an error, or pass the request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        error = self._refuse_key(scope["path"], headers) or self._refuse_length(headers)
+        if error is not None:
+            await error.response(scope, receive, send)
+            return
+        await self._app(scope, self._counted(receive), send)
+
+    def _refuse_key(self, path: str, headers: Headers) -> ApiError | None:
+        if self._api_key is None or not path.startswith(GUARDED):
+            return None
+        # Starlette reads headers as Latin-1, whatever bytes they hold
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        if kind.lower() == "bearer" and secrets.compare_digest(
+            given.strip().encode("latin-1"), self._api_key
+        ):
+            return None
+        say = "the API key is wrong" if given else "there is no API key"
+        return ApiError(
+            401,
+            f"{say}: send the header 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+
+    def _refuse_length(self, headers: Headers) -> ApiError | None:
+        length = headers.get("content-length", "")
+        if length.isdigit() and int(length[:20]) > self._max_bytes:
+            return self._too_large()
+        return None
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body exceeds {self._max_bytes} bytes; send less at once")
+
+    def _counted(self, receive: Receive) -> Receive:
+        """For bodies that do not say how long they are."""
+        size = 0
+
+        async def counted() -> Message:
+            nonlocal size
+            message = await receive()
+            size += len(message.get("body", b""))
+            if size > self._max_bytes:
+                raise self._too_large()
+            return message
+
+        return counted

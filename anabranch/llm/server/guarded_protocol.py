@@ -1,0 +1,112 @@
+"""HTTP/1.1 connections that end when the other side sends or reads nothing for too long.
+
+uvicorn ends connections that are idle between requests; half a request or an answer that nobody
+reads would stay for ever.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from anabranch.llm.server.errors import ApiError, ServerClosing, as_api_error
+from anabranch.llm.server.server_limits import ServerLimits
+
+
+class GuardedProtocol(H11Protocol):
+    """A connection with deadlines for headers, for a body, and for a client to read."""
+
+    limits = ServerLimits()  # set by `guarded_by`
+    _reading: tuple[Any, Any] | None = None  # what is being read, and the request before it
+    _deadline: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Begin to wait for a request."""
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        """Bytes of a request do not move its deadline."""
+        super().data_received(data)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        """Begin to wait for the next request."""
+        super().on_response_complete()
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Nothing remains to be guarded."""
+        super().connection_lost(exc)
+        for timer in (self._deadline, self._unread):
+            if timer is not None:
+                timer.cancel()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than it is written to."""
+        super().pause_writing()
+        self._unread = self.loop.call_later(self.limits.max_request_seconds, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has caught up."""
+        super().resume_writing()
+        if self._unread is not None:
+            self._unread.cancel()
+
+    def end_reading(self) -> None:
+        """End a connection whose request is not complete, because the server closes."""
+        if self.conn.their_state is h11.SEND_BODY:
+            self._end(as_api_error(ServerClosing()))
+
+    def _watch(self) -> None:
+        times: dict[Any, float] = {
+            h11.IDLE: self.limits.header_seconds,
+            h11.SEND_BODY: self.limits.body_seconds,
+        }
+        seconds = times.get(self.conn.their_state)
+        reading = None if seconds is None else (self.conn.their_state, self.cycle)
+        if reading == self._reading:
+            return
+        self._reading = reading
+        if self._deadline is not None:
+            self._deadline.cancel()
+        if seconds is not None:
+            self._deadline = self.loop.call_later(seconds, self._expire)
+
+    def _expire(self) -> None:
+        headers = self.conn.their_state is h11.IDLE
+        part = "headers" if headers else "body"
+        seconds = self.limits.header_seconds if headers else self.limits.body_seconds
+        message = f"the {part} of the request did not arrive within {seconds:g} s"
+        self._end(ApiError(408, message, code="slow_request"))
+
+    def _end(self, error: ApiError) -> None:
+        if self.transport.is_closing():
+            return
+        nothing_came = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not nothing_came:
+            self._send(error)
+        if self.cycle is not None:  # pyright: ignore[reportUnnecessaryComparison]
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self.transport.close()
+
+    def _send(self, error: ApiError) -> None:
+        body = error.body.encode()
+        headers = {
+            "content-type": "application/json",
+            "content-length": str(len(body)),
+            "connection": "close",
+        }
+        response = h11.Response(status_code=error.status_code, headers=list(headers.items()))
+        for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+
+
+def guarded_by(limits: ServerLimits) -> type[GuardedProtocol]:
+    """The protocol with the deadlines of a server."""
+    return type("GuardedProtocol", (GuardedProtocol,), {"limits": limits})

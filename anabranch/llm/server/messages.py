@@ -1,0 +1,88 @@
+"""Messages between the server and the engine's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from anabranch.llm.engine.stats import EngineStats
+from anabranch.llm.sampling.params import SamplingParams
+
+
+class Add(NamedTuple):
+    """Run a request."""
+
+    request_id: str
+    prompt: list[int]
+    params: SamplingParams
+
+
+class Abort(NamedTuple):
+    """End a request whose client is gone."""
+
+    request_id: str
+
+
+class Loading(NamedTuple):
+    """A step of the start, with how much of it is done."""
+
+    what: str
+    done: int
+    of: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The engine takes requests; what the server has to know of it."""
+
+    model_name: str
+    tokenizer: Any | None
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    num_pages: int
+    page_size: int
+    max_drafts: int
+    device: str
+
+    @property
+    def cache_tokens(self) -> int:
+        """Tokens that the KV cache holds."""
+        return self.num_pages * self.page_size
+
+
+class Outputs(NamedTuple):
+    """Packed deltas of one step."""
+
+    packed: list[tuple[Any, ...]]
+
+
+class Refused(NamedTuple):
+    """A request that the engine does not run, for a reason the client can change."""
+
+    request_id: str
+    reason: str
+
+
+class Broken(NamedTuple):
+    """A request that ended with an error of the engine; the others continue."""
+
+    request_id: str
+    reason: str
+
+
+class Failed(NamedTuple):
+    """Why the engine's process is about to end."""
+
+    reason: str
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Counts of the engine at one moment."""
+
+    stats: EngineStats
+    num_running: int
+    num_waiting: int
+    cache_usage: float  # share of the pages that sequences hold

@@ -1,0 +1,165 @@
+"""The served model and its tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal, cast
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel
+
+from anabranch.llm.server.chat_models import Message
+from anabranch.llm.server.errors import REFUSALS, ApiError
+from anabranch.llm.server.protocol import StrictModel, Text, TokenIds, described
+from anabranch.llm.server.service import Service, service_of
+
+router = APIRouter(responses=REFUSALS)
+
+
+class ModelCard(BaseModel):
+    """A served model."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "anabranch"
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    """All served models: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeRequest(StrictModel):
+    """A text or a conversation."""
+
+    model: Text | None = described(
+        None, "Name of the served model. Any other name is refused.", "smollm2"
+    )
+    prompt: Text | None = described(
+        None, "Text to tokenize. Give either this or messages.", "The longest river is"
+    )
+    messages: list[Message] | None = described(
+        None,
+        "Conversation to tokenize.",
+        [{"role": "user", "content": "Name three rivers."}],
+        min_length=1,
+    )
+    add_special_tokens: bool = described(
+        True, "Add the tokenizer's special tokens to a text; a chat template has its own.", False
+    )
+    add_generation_prompt: bool = described(
+        True, "End a conversation with the start of an answer.", False
+    )
+    return_token_strs: bool = described(False, "Return the text of each token, too.", True)
+
+
+class TokenizerInfo(BaseModel):
+    """What a client that tokenizes here has to know, as vLLM names it."""
+
+    tokenizer_class: str
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    chat_template: str | None
+
+
+class Tokens(BaseModel):
+    """Tokens of a text."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    """Tokens."""
+
+    model: Text | None = described(
+        None, "Name of the served model. Any other name is refused.", "smollm2"
+    )
+    tokens: TokenIds = described(..., "Tokens to turn into text, as many as a context.", [72, 105])
+
+
+class Detokenized(BaseModel):
+    """Text of tokens."""
+
+    prompt: str
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> ModelList:
+    """The served model; 503 while its engine does not answer."""
+    service_of(request).check_engine()
+    return ModelList(data=[_card(request)])
+
+
+@router.get("/v1/models/{model:path}")
+async def get_model(request: Request, model: str) -> ModelCard:
+    """The served model, by its name."""
+    service_of(request).check_model(model)
+    service_of(request).check_engine()
+    return _card(request)
+
+
+@router.get("/tokenizer_info")
+async def tokenizer_info(request: Request) -> TokenizerInfo:
+    """Special tokens and the chat template; lm-eval asks for them."""
+    tokenizer = service_of(request).engine.info.tokenizer
+    if tokenizer is None:
+        raise ApiError(404, "this model has no tokenizer: give token ids")
+    template = cast("str | dict[str, str] | None", tokenizer.chat_template)
+    return TokenizerInfo(
+        tokenizer_class=type(tokenizer).__name__,
+        **{name: getattr(tokenizer, name) for name in ("bos_token", "eos_token", "pad_token")},
+        chat_template=template.get("default") if isinstance(template, dict) else template,
+    )
+
+
+@router.post("/tokenize", response_model_exclude_none=True)
+async def tokenize(request: Request, body: TokenizeRequest) -> Tokens:
+    """Tokens of a text or of a conversation."""
+    service = service_of(request)
+    service.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "give either prompt or messages", param="prompt")
+    texts = [text for message in body.messages or () for text in message.texts]
+    texts += [body.prompt or ""]
+    service.encoder.refuse_by_bytes(texts, "prompt")
+    async with service.open_requests.limited():
+        num_chars = sum(map(len, texts))
+        ids = await service.encoding.run(num_chars, lambda: _encode(service, body))
+    strings = [service.texts.text_of(token) for token in ids] if body.return_token_strs else None
+    limit = service.engine.info.max_model_len
+    return Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=strings)
+
+
+def _encode(service: Service, body: TokenizeRequest) -> list[int]:
+    if body.messages is not None:
+        return service.encoder.chat(
+            body.messages, generation_prompt=body.add_generation_prompt, unlimited=True
+        )
+    return service.encoder.text(body.prompt or "", special=body.add_special_tokens, unlimited=True)
+
+
+@router.post("/detokenize")
+async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
+    """The text of tokens."""
+    service = service_of(request)
+    service.check_model(body.model)
+    size, most = service.engine.info.vocab_size, service.engine.info.max_model_len
+    if len(body.tokens) > most:
+        raise ApiError(400, f"give at most {most} tokens, got {len(body.tokens)}", param="tokens")
+    if any(token >= size for token in body.tokens):
+        raise ApiError(400, f"tokens must be below the vocabulary of {size}", param="tokens")
+    return Detokenized(prompt=await asyncio.to_thread(service.texts.decode, body.tokens))
+
+
+def _card(request: Request) -> ModelCard:
+    service = service_of(request)
+    limit = service.engine.info.max_model_len
+    return ModelCard(id=service.model_name, created=service.created, max_model_len=limit)

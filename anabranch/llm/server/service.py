@@ -1,0 +1,78 @@
+"""All that the endpoints of one server share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import cast
+
+from fastapi import Request
+
+from anabranch.llm.server.encoding_threads import EncodingThreads
+from anabranch.llm.server.errors import ApiError
+from anabranch.llm.server.metrics import Metrics
+from anabranch.llm.server.open_requests import OpenRequests
+from anabranch.llm.server.prompt_encoder import PromptEncoder
+from anabranch.llm.server.served_engine import ServedEngine
+from anabranch.llm.server.server_limits import SequenceQuota, ServerLimits
+from anabranch.llm.server.token_texts import TokenTexts
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """A model, under the name it is served by."""
+
+    engine: ServedEngine
+    model_name: str
+    limits: ServerLimits
+    admission: SequenceQuota
+    open_requests: OpenRequests
+    encoder: PromptEncoder
+    encoding: EncodingThreads
+    texts: TokenTexts
+    metrics: Metrics
+    created: int  # seconds since 1970
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not served here."""
+        if name is not None and name != self.model_name:
+            raise ApiError(
+                404,
+                f"there is no model {name[:100]!r} here; the model is {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+
+    def check_engine(self) -> None:
+        """Refuse what would be stale: 503 while the engine does not answer."""
+        if (trouble := self.engine.trouble) is not None:
+            raise ApiError(503, trouble, code="engine_failed")
+
+
+def make_service(
+    engine: ServedEngine, *, limits: ServerLimits, model_name: str | None, created: int
+) -> Service:
+    """Of an engine that is ready."""
+    info = engine.info
+    name = model_name or info.model_name
+    return Service(
+        engine=engine,
+        model_name=name,
+        limits=limits,
+        admission=SequenceQuota(info.max_num_seqs + limits.max_queue),
+        open_requests=OpenRequests(limits.max_request_seconds),
+        encoder=PromptEncoder(
+            info.tokenizer,
+            vocab_size=info.vocab_size,
+            max_model_len=info.max_model_len,
+            max_prompt_tokens=limits.max_prompt_tokens or info.max_model_len,
+        ),
+        encoding=EncodingThreads(),
+        texts=TokenTexts(info.tokenizer),
+        metrics=Metrics(name, engine),
+        created=created,
+    )
+
+
+def service_of(request: Request) -> Service:
+    """Of the app that a request came to."""
+    return cast("Service", request.app.state.service)

@@ -1,0 +1,241 @@
+"""The C kernels of the CPU against torch and the reference, and what happens without a compiler."""
+
+from __future__ import annotations
+
+import resource
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, make_inputs
+from tiny_models import source
+from tolerance import assert_close, assert_state_close
+from torch.nn import functional
+
+from anabranch import LLM, PagedKV, SamplingParams, append_kv, attend, reference
+from anabranch.kernels.cpu import decode, waiting
+from anabranch.kernels.cpu import native as native_module
+from anabranch.kernels.cpu.linear import rms_norm, silu_gate
+from anabranch.kernels.cpu.native import native
+from anabranch.llm.engine import limits
+from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers
+
+needs_compiler = pytest.mark.skipif(native() is None, reason="needs a C compiler")
+int32 = torch.int32
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [1, 15, 16, 37, 200])
+def test_rows(size: int) -> None:
+    x = torch.randn(3, 2 * size) * 20
+    gate, up = x.double().chunk(2, -1)
+    by_torch = functional.silu(x[:, :size]) * x[:, size:]
+    assert_close(silu_gate(x), functional.silu(gate) * up, by_torch)
+    weight = torch.randn(2 * size)
+    exact = functional.rms_norm(x.double(), (2 * size,), weight.double(), 1e-5)
+    by_torch = functional.rms_norm(x, (2 * size,), weight, 1e-5)
+    assert_close(rms_norm(x, weight, 1e-5), exact, by_torch)
+
+
+def paged(seq_lens: list[int], page_size: int, num_kv_heads: int, dims: tuple[int, int]) -> PagedKV:
+    """Pages in random order; what no sequence reads is NaN."""
+    counts = [-(-length // page_size) for length in seq_lens]
+    width = max(*counts, 1) + 1
+    table = torch.full((len(seq_lens), width), -1, dtype=int32)
+    pages = torch.randperm(sum(counts) + 2)
+    k, v = (torch.full((len(pages), page_size, num_kv_heads, dim), torch.nan) for dim in dims)
+    taken = 0
+    for seq, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
+        own = pages[taken : taken + count]
+        table[seq, :count] = own
+        taken += count
+        for cache in (k, v):
+            rows = cache[own].flatten(0, 1)
+            rows[:length] = torch.randn_like(rows[:length])
+            cache[own] = rows.unflatten(0, (count, page_size))
+    return PagedKV(k, v, table, torch.tensor(seq_lens, dtype=int32))
+
+
+CASES = [
+    # lengths, queries, page size, heads, kv heads, head dims, window
+    ([1], [1], 16, 9, 3, (64, 64), None),
+    ([70, 0, 63, 64, 65], [1, 0, 1, 1, 1], 16, 9, 3, (64, 64), None),
+    ([5, 200, 40], [5, 3, 8], 7, 4, 2, (32, 16), None),
+    ([5, 200, 40], [5, 3, 8], 7, 4, 2, (32, 48), 33),
+    ([1500], [2], 16, 4, 1, (16, 16), None),
+    ([1500], [1], 32, 2, 2, (256, 256), 700),
+    ([3], [5], 4, 2, 1, (16, 16), None),
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_decode(case: Any, causal: bool) -> None:
+    seq_lens, q_lens, page_size, num_heads, num_kv_heads, dims, window = case
+    keys = paged(seq_lens, page_size, num_kv_heads, dims)
+    starts = torch.tensor([0, *q_lens]).cumsum(0).int()
+    q = torch.randn(int(starts[-1]) + 1, 2 * num_heads, dims[0])[:, :num_heads]
+    bounds = starts.tolist()
+    assert decode.reads_pages(q, keys, starts, bounds, softcap=None, tree_mask=None)
+    options: Any = {"causal": causal, "window": window, "scale": 0.2}
+    state = decode.attend_pages(q, keys, starts, **options)
+    expected = reference.attend(q, keys, cu_seqlens_q=starts, **options)
+    by_torch = attend(q, keys, cu_seqlens_q=starts, **options)
+    assert_state_close(state, expected, by_torch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("formats", [("fp8_tensor", "plain"), ("fp8", "int8"), ("q8_0", "q8_0")])
+def test_decode_of_quantised_keys(formats: tuple[str, str]) -> None:
+    """In halves, small scales are subnormal."""
+    lengths = {"q_lens": (1, 8, 0, 3), "k_lens": (700, 33, 5, 64)}
+    case = Case(**lengths, dims=(64, 32), page_size=7, formats=formats)
+    q, keys, options = make_inputs(case, 0)
+    if formats == ("q8_0", "q8_0"):
+        keys.v_scales.mul_(1e-4)
+    starts = options["cu_seqlens_q"]
+    bounds = starts.tolist()
+    assert decode.reads_pages(q, keys, starts, bounds, softcap=None, tree_mask=None)
+    state = decode.attend_pages(q, keys, starts, causal=True, window=None, scale=options["scale"])
+    expected = reference.attend(q, keys, **options)
+    assert_state_close(state, expected, attend(q, keys, **options))
+
+
+@needs_compiler
+def test_decode_quantises_new_keys() -> None:
+    case = Case(q_lens=(1, 1), k_lens=(20, 5), dims=(32, 64), padding=0, formats=("q8_0", "fp8"))
+    q, keys, options = make_inputs(case, 0)
+    _, twin, _ = make_inputs(case, 0)
+    new = torch.randn(2, 2, 32), torch.randn(2, 2, 64)
+    new[0][1, 0, 3] = torch.nan
+    slots = keys.page_table[[0, 1], [2, 0]].long() * 8 + torch.tensor([3, 4])
+    counts = torch.zeros(2, 1, dtype=int32)
+    append_kv(twin, *new, slots, saturated=counts[0])
+    rules: Any = {"causal": True, "window": None, "scale": options["scale"]}
+    starts = options["cu_seqlens_q"]
+    expected = decode.attend_pages(q, twin, starts, **rules)
+    fused = decode.NewKeys(*new, slots, counts[1])
+    state = decode.attend_pages(q, keys, starts, new=fused, **rules)
+    assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
+    assert counts.tolist() == [[1], [1]] and state.out.isfinite().all()
+
+
+@needs_compiler
+def test_decode_keeps_new_keys_first() -> None:
+    keys = paged([20, 5], 4, 2, (16, 32))
+    starts = torch.tensor([0, 1, 2], dtype=int32)
+    q, k, v = torch.randn(2, 6, 16), torch.randn(2, 2, 16), torch.randn(2, 2, 32)
+    slots = [int(keys.page_table[0, 4]) * 4 + 3, int(keys.page_table[1, 1]) * 4]
+    options: Any = {"causal": True, "window": None, "scale": 0.25}
+    twin = PagedKV(keys.k.clone(), keys.v.clone(), keys.page_table, keys.seq_lens)
+    for slot, new_k, new_v in zip(slots, k, v, strict=True):
+        twin.k[slot // 4, slot % 4], twin.v[slot // 4, slot % 4] = new_k, new_v
+    new = decode.NewKeys(k, v, torch.tensor(slots))
+    state = decode.attend_pages(q, keys, starts, new=new, **options)
+    torch.testing.assert_close(keys.k, twin.k, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(keys.v, twin.v, rtol=0, atol=0, equal_nan=True)
+    expected = decode.attend_pages(q, twin, starts, **options)
+    assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
+    skipped = decode.NewKeys(k + 1, v, torch.tensor([-1, -1]))
+    decode.attend_pages(q, keys, starts, new=skipped, **options)
+    torch.testing.assert_close(keys.k, twin.k, rtol=0, atol=0, equal_nan=True)
+
+
+@needs_compiler
+def test_decode_refuses_what_lies_outside_the_cache() -> None:
+    keys = paged([20], 4, 1, (16, 16))
+    starts, q = torch.tensor([0, 1], dtype=int32), torch.randn(1, 1, 16)
+    options: Any = {"causal": True, "window": None, "scale": 1.0}
+    row = torch.randn(1, 1, 16)
+    new = decode.NewKeys(row, row, torch.tensor([4 * len(keys.k)]))
+    with pytest.raises(IndexError, match="token 0 has a slot outside"):
+        decode.attend_pages(q, keys, starts, new=new, **options)
+    keys.page_table[0, 2] = len(keys.k)
+    with pytest.raises(IndexError, match="sequence 0 of 20 keys has pages outside"):
+        decode.attend_pages(q, keys, starts, **options)
+    keys.seq_lens[0] = 1000
+    with pytest.raises(IndexError, match="more keys than its row"):
+        decode.attend_pages(q, keys, starts, **options)
+
+
+@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
+def test_without_a_compiler_torch_runs(compiler: str, monkeypatch: Any, caplog: Any) -> None:
+    monkeypatch.setenv("CC", compiler)
+    assert native_module.native.__wrapped__() is None
+    assert "torch" in caplog.text
+
+
+class Cores:
+    """Preemptions and a clock by the test's word."""
+
+    def __init__(self, monkeypatch: Any) -> None:
+        self.count, self.now = 0, 0.0
+        monkeypatch.setattr(waiting, "preemptions", lambda: self.count)
+        monkeypatch.setattr(waiting.time, "monotonic", lambda: self.now)
+
+    def after(self, seconds: float, preemptions: int) -> None:
+        self.now += seconds
+        self.count += preemptions
+
+
+def idle_teams() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name == "idle team"}
+
+
+@needs_compiler
+def test_threads_sleep_while_cores_are_shared(monkeypatch: Any) -> None:
+    before = idle_teams()  # of engines that other tests left
+    cores = Cores(monkeypatch)
+    sharing = waiting.CoreSharing()
+    cores.after(waiting.PERIOD / 2, 1000)
+    sharing.observe()
+    assert not sharing.is_shared, "too early to know"
+    cores.after(waiting.PERIOD, 1000)
+    sharing.observe()
+    (team,) = idle_teams() - before
+    assert sharing.is_shared
+    cores.after(1.0, (waiting.BUSY + waiting.FREE) // 2)
+    sharing.observe()
+    assert sharing.is_shared, "neither busy nor free changes nothing"
+    assert idle_teams() - before == {team}
+    cores.after(1.0, 0)
+    sharing.observe()
+    assert not sharing.is_shared
+    team.join(30)
+    assert not idle_teams() - before
+
+
+def test_the_engine_watches_its_cores_and_sizes_itself_by_few_tokens(monkeypatch: Any) -> None:
+    sized: list[int] = []
+    find = limits.find_layers
+
+    def find_layers(model: Any, num_tokens: int, vocab_size: int) -> Any:
+        sized.append(num_tokens)
+        return find(model, num_tokens, vocab_size)
+
+    looks: list[int] = []
+    monkeypatch.setattr(limits, "find_layers", find_layers)
+    monkeypatch.setattr(waiting.CoreSharing, "observe", lambda _: looks.append(1))
+    llm = LLM(source(), device="cpu", cuda_graphs=False)
+    llm.generate([[3, 4, 5]], SamplingParams(temperature=0, max_tokens=6, ignore_eos=True))
+    assert sized == [limits.PROFILED_CPU_TOKENS]
+    assert len(looks) >= 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux")
+def test_a_cache_takes_memory_when_it_is_written() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+    before = resident()
+    (cache,) = allocate_layers(
+        [LayerShape(4, 64, 64, torch.float32)], 1 << 13, 16, torch.device("cpu")
+    )
+    assert cache.k.nbytes + cache.v.nbytes == 256 << 20
+    assert resident() - before < 64 << 20
+    assert not cache.k[-1].any() and not cache.v[0].any()
+    cache.k[5] = 1.0
+    assert int(cache.k.count_nonzero()) == 16 * 4 * 64

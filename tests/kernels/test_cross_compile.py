@@ -1,0 +1,290 @@
+"""Every Triton kernel compiled for GPUs that are not here: registers, spills, shared memory."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compile_cases import CASES
+
+import anabranch
+from anabranch.kernels.compile import TARGETS, waits_first
+from anabranch.kernels.compile_ahead import compiling_ahead
+
+KERNELS = Path(anabranch.__file__).parent / "kernels"
+TESTS = Path(__file__).parents[1] / "support"
+APPEND = "anabranch.kernels.triton.append_kv"
+ATTEND = "anabranch.kernels.triton.attend_kernel"
+EXPERTS = "anabranch.kernels.triton.expert_product"
+HOPPER_EXPERTS = "anabranch.kernels.gluon.expert_kernel"
+HOPPER = "anabranch.kernels.gluon.kernel"
+LISTS = "anabranch.kernels.triton.attend_lists"
+LATENT = "anabranch.kernels.gluon.latent_kernel"
+ORDER = "anabranch.kernels.gluon.order"
+MERGE = "anabranch.kernels.triton.merge"
+MERGE_PARTS = "anabranch.kernels.triton.merge_parts"
+ROUTE = "anabranch.kernels.triton.route_experts"
+SCHEDULE = "anabranch.kernels.triton.schedule"
+# Cases that stand for all on other GPUs. Tiles are chosen for Hopper and later: elsewhere, decoding
+# must compile and fit.
+DECODE = [
+    "decode 128/128 bfloat16, 4 rows, 1024 pairs",
+    "decode 256/256 bfloat16, 32 rows, 1024 pairs",
+    "decode with every rule and prior states",
+    "decode latent, 16 rows",
+    "decode latent q8_0",
+    "decode fp8",
+    "decode int8",
+]
+PREFILL = [
+    "prefill 128/128 bfloat16, 32768 rows, 1024 pairs",
+    "prefill 256/256 float32, 32768 rows, 1024 pairs",
+    "prefill int8",
+]
+SOME = {
+    (ATTEND, "sm_80"): [*DECODE, "decode latent, one sequence"],
+    (ATTEND, "gfx942"): [*DECODE, "decode latent, one sequence"],
+    (ATTEND, "sm_100"): [
+        *DECODE,
+        *PREFILL,
+        "decode latent, one sequence, values copied",
+        "decode latent, boxes, values copied",
+    ],
+    **{
+        (module, target): cases
+        for target in ("sm_80", "sm_100", "gfx942")
+        for module, cases in (
+            (EXPERTS, ["16 x 32 gated"]),
+            (ROUTE, ["1 tokens, 64 experts"]),
+            (LISTS, ["group of 1, 128 bfloat16"]),
+            (APPEND, ["bfloat16, 72/72", "bfloat16, by heads", "q8_0, latent", "fp8, float32"]),
+            (
+                MERGE,
+                [
+                    "two float16, head dim 72",
+                    "two float16, head dim 128",
+                    "eight float16",
+                    "stacked float32 into float16",
+                ],
+            ),
+        )
+    },
+}
+# Bytes that a thread may spill, by the beginning of a case's name; the last line that fits counts.
+# Where nothing is said they are 0, and on the other GPUs attention may spill.
+SPILLS = {
+    (ATTEND, "sm_90"): {
+        "prefill": 256,
+        "prefill 256/256 bfloat16": 448,  # an accumulator of 128 x 256 leaves no registers
+        "prefill with window": 512,
+        "prefill with fixed parts": 512,  # the sums of parts before, outside of the loop
+        "decode with fixed parts": 32,  # outside of the loop
+        "decode latent": 16,
+        # an accumulator of 64 x 512
+        "decode latent, 64 rows": 640,
+        "decode latent, boxes": 640,
+        "decode latent, one sequence": 640,
+        "decode latent q8_0": 256,
+        "decode 16 rows of int8": 8,  # 168 registers, for three programs a processor
+    },
+    # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
+    (HOPPER, "sm_90"): {"": 128, "every rule": 512, "256": 512},
+    (HOPPER_EXPERTS, "sm_90"): {"256 experts": 32},  # in the producer, once a tile
+    (LATENT, "sm_90"): {"": 64},  # at the ends of items, and in the producer
+    (ORDER, "sm_90"): {"": 16},
+    **{(ATTEND, target): {"": 1 << 14} for target in ("sm_80", "sm_100", "gfx942")},
+    # ptxas spills a little rather than take more than 72 registers
+    **{(MERGE_PARTS, target): {"": 16} for target in ("sm_80", "sm_90", "sm_100")},
+    (SCHEDULE, "sm_80"): {"packed, fixed parts": 8},
+}
+# Programs that share a processor, by the beginning of a case's name, and the memory they share.
+TOGETHER = {
+    (ATTEND, "sm_90"): {
+        "decode with fixed parts": (2, 228 * 1024),
+        "decode fp8": (2, 228 * 1024),
+        "decode int8": (4, 228 * 1024),
+    }
+}
+# Tiles that are never selected there: values that are columns of keys have to be copied.
+UNUSED = {("sm_100", "decode latent, 64 rows")}
+# Kernels that are launched while the one ahead ends, on GPUs that can.
+OVERLAPPED = {
+    (kernel, target)
+    for kernel in (
+        "attend_kernel",
+        "attend_latent_kernel",
+        "attend_lists_kernel",
+        "gate_row_kernel",
+        "latent_inputs_kernel",
+        "merge_parts_kernel",
+        "project_row_kernel",
+    )
+    for target in ("sm_90", "sm_100")
+}
+# The widths, in bytes, of all global loads of a case: values 16, LSEs 4.
+LOADS = {
+    MERGE: {
+        "two float16, head dim 128": {16, 4},
+        "stacked float32 into float16": {16, 4},
+    }
+}
+
+
+def functions_in(path: Path) -> set[str]:
+    body = ast.parse(path.read_text()).body
+    return {node.name for node in body if isinstance(node, ast.FunctionDef)}
+
+
+# Module, and the device entry points that its cases must launch.
+MODULES = {
+    f"anabranch.kernels.{path.parent.name}.{path.stem}": kernels
+    for path in sorted([*KERNELS.glob("triton/*.py"), *KERNELS.glob("gluon/*.py")])
+    if (kernels := {name for name in functions_in(path) if name.endswith("_kernel")})
+}
+
+
+class Compiler:
+    """A process of its own: under the interpreter, kernels are no kernels."""
+
+    def __init__(self, cache: Path) -> None:
+        root = str(KERNELS.parents[1])
+        environment = dict(os.environ, TRITON_CACHE_DIR=str(cache), PYTHONPATH=root)
+        environment.pop("TRITON_INTERPRET", None)
+        self.process = subprocess.Popen(
+            [sys.executable, str(TESTS / "compile_cases.py")],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def cases(self, module: str, target: str) -> list[dict[str, Any]]:
+        assert self.process.stdin and self.process.stdout
+        line = json.dumps([module, target, SOME.get((module, target), [])])
+        print(line, file=self.process.stdin, flush=True)
+        answer = json.loads(self.process.stdout.readline())
+        assert isinstance(answer, list), answer
+        return answer
+
+
+@pytest.fixture(scope="module")
+def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
+    started = Compiler(tmp_path_factory.mktemp("compiled"))
+    yield started
+    with started.process as process:
+        process.kill()
+
+
+def allowed_spills(module: str, target: str, case: str) -> int:
+    rows = SPILLS.get((module, target), {}).items()
+    return [0, *(most for begin, most in rows if case.startswith(begin))][-1]
+
+
+@pytest.mark.parametrize(
+    ("module", "target"),
+    [
+        (module, target)
+        for module in sorted(MODULES)
+        for target in TARGETS
+        if target == "sm_90" or not module.startswith("anabranch.kernels.gluon.")
+    ],
+)
+def test_kernels_fit(module: str, target: str, compiler: Compiler) -> None:
+    limits, cases = TARGETS[target], compiler.cases(module, target)
+    assert {case["kernel"] for case in cases} == MODULES[module]
+    for case in cases:
+        if (target, case["case"]) in UNUSED:
+            continue
+        assert case["spills"] <= allowed_spills(module, target, case["case"]), case
+        assert 0 < case["registers"] <= limits.registers, case
+        assert case["shared_bytes"] <= limits.shared_bytes, case
+        for begin, (programs, room) in TOGETHER.get((module, target), {}).items():
+            if case["case"].startswith(begin):  # the driver takes 1 KiB of each
+                assert programs * (case["shared_bytes"] + 1024) <= room, case
+                assert programs * 128 * case["registers"] <= 1 << 16, case
+        if (case["kernel"], target) in OVERLAPPED:
+            assert case["waits"], f"{case['case']} reads before the kernel ahead has ended"
+        assert not case.get("serialised"), case
+        assert case.get("waits_after_exponentials", True), case
+        assert case.get("loops_join_no_halves", True), case
+        assert case.get("loops_stay_in_registers", True), case
+        assert case.get("loops_overlap_products", True), case
+        assert case.get("prefetches_every_map", True), case
+    widths = {case["case"]: set(case["load_bytes"]) for case in cases}
+    for name, expected in LOADS.get(module, {}).items():
+        assert widths[name] == expected, name
+
+
+WAIT, LOAD, RELEASE = (
+    "griddepcontrol.wait;\n",
+    "@%p2 ld.global.b32 %r2, [%rd1];\n",
+    "barrier.sync 1;\n",
+)
+
+
+@pytest.mark.parametrize(
+    ("default", "worker", "waits"),
+    [
+        (WAIT + RELEASE + LOAD, LOAD, True),
+        (RELEASE + WAIT + LOAD, WAIT + LOAD, True),
+        (RELEASE + WAIT + LOAD, "", True),
+        (RELEASE, "", False),
+        (RELEASE + WAIT + LOAD, LOAD, False),
+        (RELEASE + WAIT + LOAD, LOAD + WAIT, False),
+        (RELEASE + WAIT + LOAD, "cp.async.bulk.commit_group;\n", False),
+        (RELEASE + WAIT + LOAD, f"@%p3 bra $L__BB0_4;\n{WAIT}$L__BB0_4:\n{LOAD}", False),
+        (RELEASE + LOAD, WAIT + LOAD, False),
+        (LOAD + WAIT + RELEASE, WAIT + LOAD, False),
+        (f"@%p3 bra $L__BB0_4;\n{WAIT}$L__BB0_4:\n{RELEASE}{LOAD}", "", False),
+    ],
+)
+def test_every_partition_waits(default: str, worker: str, waits: bool) -> None:
+    ptx = f"""
+    .visible .entry some_kernel(
+    @%p1 bra $L__BB0_2;
+    bra.uni $L__BB0_1;
+    $L__BB0_2:  // the default partition
+    {default}
+    ret;
+    $L__BB0_1:  // the workers
+    {RELEASE}
+    $L_brx_0: .branchtargets
+        $L__BB0_3,
+        $L__BB0_5;
+    brx.idx %r1, $L_brx_0;
+    $L__BB0_3:
+    {worker}
+    bra.uni $L__BB0_1;
+    $L__BB0_5:
+    ret;
+    """
+    assert waits_first(ptx) == waits
+
+
+def test_every_kernel_module_has_cases() -> None:
+    own = {
+        module
+        for module in MODULES
+        if "compile_cases" in functions_in(KERNELS.parents[1] / f"{module.replace('.', '/')}.py")
+    }
+    assert set(MODULES) == own | set(CASES)
+
+
+def test_a_compilation_ahead_that_fails_leaves_nothing_behind() -> None:
+    from triton.runtime._async_compile import active_mode
+
+    def fail() -> None:
+        raise RuntimeError("ptxas")
+
+    with compiling_ahead():
+        mode = active_mode.get()
+        assert mode is not None
+        mode.submit("key", fail, lambda _: None)
+    assert active_mode.get() is None

@@ -1,0 +1,104 @@
+"""Sampling options: defaults, normal forms and refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+
+from anabranch.llm.sampling.params import SamplingParams
+
+REFUSED: dict[str, list[Any]] = {
+    "n": [0, -1, 1.0, True, "1", None],
+    "temperature": [-0.1, 1e300, math.nan, math.inf, "1", None, False],
+    "top_p": [0, -0.1, 1.1, math.nan, None],
+    "top_k": [-2, 1.5, True, None],
+    "min_p": [-0.1, 1.1, math.nan],
+    "presence_penalty": [-2.1, 2.1, math.nan],
+    "frequency_penalty": [-2.1, 2.1, "0"],
+    "repetition_penalty": [0, -1.0, 1e-40, 1e300, math.inf, math.nan],
+    "seed": [1.0, True, 2**63, -(2**63) - 1, "7"],
+    "stop": ["", [""], [1], 3, {"a": 1}, b"x"],
+    "stop_token_ids": [[-1], [1.0], [True], 3, "12"],
+    "include_stop_str_in_output": [1, None, "yes"],
+    "ignore_eos": [0, None],
+    "max_tokens": [0, -1, 1.5, True],
+    "min_tokens": [-1, 17, True],
+    "logprobs": [-1, True, 1.0],
+    "prompt_logprobs": [-1, False],
+    "logit_bias": [[1], {"1": 0.5}, {-1: 0.5}, {1: math.nan}, {1: 101}, {1: None}, {True: 1.0}],
+    "skip_special_tokens": [1, None],
+    "truncate_prompt_tokens": [0, -1, 1.0],
+    "speculate": [1, "no"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values]
+)
+def test_a_bad_value_is_named(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name) as refusal:
+        SamplingParams(**{name: value})
+    told = value
+    if isinstance(value, list):
+        told = value[0]
+    elif isinstance(value, dict) and name == "logit_bias":
+        ((key, bias),) = value.items()
+        told = bias if type(key) is int and key >= 0 else key
+    assert repr(told) in str(refusal.value)
+
+
+def test_every_option_has_refusals() -> None:
+    assert {field.name for field in dataclasses.fields(SamplingParams)} == REFUSED.keys()
+
+
+def test_defaults() -> None:
+    params = SamplingParams()
+    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1.0, 1.0, 0)
+    assert not params.greedy
+    assert not params.penalised
+    assert params.speculate is None
+
+
+def test_normal_forms() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"], stop_token_ids=[3]).stop == ("a", "b")
+    assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    bias = {3: 1}
+    params = SamplingParams(logit_bias=bias)
+    bias[3] = 2
+    assert params.logit_bias == {3: 1}
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 9e-6}, {"top_k": 1}])
+def test_greedy(options: dict[str, Any]) -> None:
+    assert SamplingParams(**options).greedy
+
+
+def test_no_limit_on_tokens_allows_any_minimum() -> None:
+    assert SamplingParams(max_tokens=None, min_tokens=10**6).min_tokens == 10**6
+
+
+def test_from_dict() -> None:
+    options = {"n": 2, "stop": "x", "logit_bias": {5: -1.5}, "speculate": False}
+    assert SamplingParams.from_dict(options) == SamplingParams(**options)
+    with pytest.raises(ValueError, match="unknown sampling options: temprature, top_a"):
+        SamplingParams.from_dict({"top_a": 1, "temprature": 0, "n": 1})
+
+
+@pytest.mark.parametrize("name", ["best_of", "use_beam_search", "length_penalty", "early_stopping"])
+def test_beam_search_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"beam search is not supported.*{name}"):
+        SamplingParams.from_dict({name: 2})
+
+
+def test_unknown_options_and_changes_are_errors() -> None:
+    with pytest.raises(TypeError):
+        SamplingParams(best_of=2)  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        SamplingParams(1)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        SamplingParams().n = 2  # type: ignore[misc]

@@ -1,0 +1,169 @@
+"""Connections end that send half a request or read no answer, and all when the drain is over."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+for needed in ("fastapi", "uvicorn", "prometheus_client"):
+    pytest.importorskip(needed)
+httpx = pytest.importorskip("httpx")
+
+from forked_engine import forked_engine  # noqa: E402
+from server_models import CONTEXT, Server, engine_config, running_server, until  # noqa: E402
+
+from anabranch.llm.server.engine_process import EngineProcess  # noqa: E402
+
+HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: tiny\r\nContent-Type: application/json\r\n"
+LONG = {"prompt": "hello", "max_tokens": CONTEXT - 8, "ignore_eos": True}
+ENDLESS = 3600.0  # seconds
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[EngineProcess]:
+    process = forked_engine(engine_config())
+    yield process
+    process.close()
+
+
+def connect(server: Server) -> socket.socket:
+    return socket.create_connection(server.http.servers[0].sockets[0].getsockname(), timeout=20)
+
+
+def read_all(connection: socket.socket) -> bytes:
+    received = b""
+    while more := connection.recv(1 << 16):
+        received += more
+    return received
+
+
+def error_of(received: bytes) -> dict[str, Any]:
+    return json.loads(received.partition(b"\r\n\r\n")[2])["error"]
+
+
+def is_alone(server: Server) -> bool:
+    return not server.http.server_state.connections
+
+
+def test_half_open_connections_disappear(engine: EngineProcess) -> None:
+    with running_server(engine, header_seconds=1.0, body_seconds=1.0) as server:
+        halves = [HEADERS] * 300 + [HEADERS + b'Content-Length: 90\r\n\r\n{"prompt": '] * 100
+        connections = [connect(server) for _ in halves]
+        for connection, half in zip(connections, halves, strict=True):
+            connection.sendall(half)
+        assert httpx.post(f"{server.v1}/completions", json={"prompt": "a"}).status_code == 200
+        answers = [read_all(connection) for connection in connections]
+        until(lambda: is_alone(server))
+        for answer, part in zip(answers, ["headers"] * 300 + ["body"] * 100, strict=True):
+            assert answer.startswith(b"HTTP/1.1 408")
+            assert error_of(answer)["code"] == "slow_request"
+            assert part in error_of(answer)["message"]
+        for connection in connections:
+            connection.close()
+
+
+@pytest.mark.parametrize("reading", ["headers", "body"])
+def test_bytes_now_and_then_do_not_keep_a_connection(engine: EngineProcess, reading: str) -> None:
+    start = HEADERS if reading == "headers" else HEADERS + b"Content-Length: 1000000\r\n\r\n"
+    with running_server(engine, header_seconds=0.3, body_seconds=0.3) as server:
+        connection, ended = connect(server), threading.Event()
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):
+                while not ended.wait(0.02):
+                    connection.send(b"x")
+
+        with connection, ThreadPoolExecutor(1) as pool:
+            connection.sendall(start)
+            until(lambda: not is_alone(server))
+            pool.submit(drip)
+            until(lambda: is_alone(server))
+            ended.set()
+
+
+def test_half_a_second_request_ends_silently_or_with_an_error(engine: EngineProcess) -> None:
+    whole = b"GET /health HTTP/1.1\r\nHost: tiny\r\n\r\n"
+    with running_server(engine, header_seconds=1.0) as server:
+        for begun in (b"", b"GET /hea"):
+            with connect(server) as connection:
+                connection.sendall(whole)
+                answer = b""
+                while b'"ok"' not in answer:
+                    answer += connection.recv(1 << 16)
+                connection.sendall(begun)
+                answer = read_all(connection)
+                assert answer.startswith(b"HTTP/1.1 408" if begun else b"")
+                assert bool(answer) == bool(begun)
+
+
+def test_a_refused_body_that_never_ends(engine: EngineProcess) -> None:
+    """A 401 is sent before the body is read, and the rest of it is not waited for for ever."""
+    with (
+        running_server(engine, api_key="s3cret", body_seconds=1.0) as server,
+        connect(server) as connection,
+    ):
+        connection.sendall(HEADERS + b"Content-Length: 1000000\r\n\r\n")
+        assert read_all(connection).startswith(b"HTTP/1.1 401")
+        until(lambda: is_alone(server))
+
+
+def test_a_client_that_reads_nothing_is_left(engine: EngineProcess) -> None:
+    with running_server(engine, max_request_seconds=1.0) as server, connect(server) as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        until(lambda: not is_alone(server))
+        (guarded,) = server.http.server_state.connections
+        ours = guarded.transport.get_extra_info("socket")
+        ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: tiny\r\n\r\n" * 20)
+        until(lambda: is_alone(server))
+
+
+class Records(logging.Handler):
+    """What a server logs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+def test_what_is_open_when_the_drain_ends_gets_an_error(engine: EngineProcess) -> None:
+    logger, log = logging.getLogger("uvicorn.error"), Records()
+    with running_server(engine, body_seconds=ENDLESS, drain_seconds=0.3) as server:
+        logger.addHandler(log)
+        logger.setLevel(logging.INFO)
+        stream = httpx.stream("POST", f"{server.v1}/completions", json=LONG | {"stream": True})
+        with stream as begun, ThreadPoolExecutor(12) as pool, connect(server) as half:
+            lines = begun.iter_lines()
+            assert next(lines).startswith("data: ")
+            os.kill(engine.pid, signal.SIGSTOP)  # nothing ends by itself
+            url = f"{server.v1}/completions"
+            calls = [pool.submit(httpx.post, url, json=LONG, timeout=60) for _ in range(12)]
+            until(lambda: server.service.admission.num_open == 13)
+            half.sendall(HEADERS + b"Content-Length: 90\r\n\r\n{")
+            until(lambda: len(server.http.server_state.connections) == 14)
+            server.http.should_exit = True
+            last = [line for line in lines if line][-1]
+            answers = [call.result() for call in calls]
+            assert error_of(read_all(half))["code"] == "shutting_down"
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "shutting_down"
+        for answer in answers:
+            assert answer.status_code == 503
+            assert answer.json()["error"]["code"] == "shutting_down"
+        until(lambda: is_alone(server))
+    os.kill(engine.pid, signal.SIGCONT)
+    logger.removeHandler(log)
+    assert not [record for record in log.records if record.exc_info]

@@ -1,0 +1,642 @@
+"""Launches of every Triton kernel on meta tensors, compiled for GPUs that are not here.
+
+A case is a name and a call of a launcher, for a GPU with so much shared memory. As a program it
+answers each line of its input, a module, a target and names of cases (none: all), with a line of
+what their kernels need:
+
+    echo '["anabranch.kernels.triton.merge", "sm_90", []]' | python tests/support/compile_cases.py
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import asdict
+from functools import partial
+from importlib import import_module
+from io import StringIO
+from traceback import format_exc
+
+import torch
+from configurations import every_attend_config
+from hot_loop import (
+    loops_join_no_halves,
+    loops_overlap_products,
+    loops_stay_in_registers,
+    serialised,
+    waits_after_exponentials,
+)
+from lengths import call_of_lengths
+from triton import knobs
+
+from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
+from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
+from anabranch.kernels.expert_config import (
+    ExpertConfig,
+    every_expert_config,
+    fit_experts,
+    select_expert_tiles,
+    select_experts,
+)
+from anabranch.kernels.gluon import expert_kernel as hopper_experts
+from anabranch.kernels.gluon.config import hopper_constants, pack_of, select_tiles
+from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
+from anabranch.kernels.gluon.latent_kernel import attend_latent
+from anabranch.kernels.gluon.launch import attend as gluon_attend
+from anabranch.kernels.gluon.order import order, order_size
+from anabranch.kernels.list_config import select_lists
+from anabranch.kernels.triton.append_kv import append_kv
+from anabranch.kernels.triton.attend_kernel import attend
+from anabranch.kernels.triton.attend_lists import attend_lists
+from anabranch.kernels.triton.boxes import box_keys
+from anabranch.kernels.triton.choose_pages import choose_pages, renew_bounds
+from anabranch.kernels.triton.code_words import in_words
+from anabranch.kernels.triton.constants import AttendProgram, attend_program
+from anabranch.kernels.triton.draft_tree import make_draft_tree
+from anabranch.kernels.triton.expert_order import order_experts
+from anabranch.kernels.triton.expert_product import gate_experts, project_experts
+from anabranch.kernels.triton.expert_sum import sum_experts
+from anabranch.kernels.triton.key_pairs import in_pairs
+from anabranch.kernels.triton.list_pages import list_pages
+from anabranch.kernels.triton.merge import merge
+from anabranch.kernels.triton.merge_parts import merge_parts
+from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.triton.move_rows import WORDS, move_rows
+from anabranch.kernels.triton.read import read
+from anabranch.kernels.triton.schedule import schedule
+from anabranch.kernels.triton.schedule_layout import schedule_size
+from anabranch.kernels.triton.share_pages import share_pages
+from anabranch.keys import PLAIN, DenseKV, LatentKV, PagedKV, SelectedKV, store_of
+from anabranch.keys.formats import FORMATS, empty_store, encoded_store
+from anabranch.rules import Rules
+from anabranch.state import AttentionState
+
+Case = tuple[str, Callable[[], object]]
+HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
+meta = partial(torch.empty, device="meta")
+ints = partial(torch.empty, device="meta", dtype=torch.int32)
+SCRATCH = Parts(meta(1024), meta(1024), ints(1024))
+
+
+def program_of(config: AttendConfig, dims: tuple[int, int], **given: object) -> AttendProgram:
+    shape = {"causal": True, "group": 4, "num_kv_heads": 8}
+    formats = {"k_format": PLAIN, "v_format": PLAIN}
+    return attend_program(
+        config, head_dim_k=dims[0], head_dim_v=dims[1], **(shape | formats | given)
+    )
+
+
+def launch_attend(
+    config: AttendConfig,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    rules: Rules,
+    shared_memory: int,
+    fused: bool = True,
+    weighted: bool = False,
+    num_priors: int = 0,
+    leaves_empty: bool = False,
+    folds_parts: bool = False,
+) -> None:
+    """Short blocks over pages, long ones over contiguous keys."""
+    k, v = (meta(64, 16, 8, dim, dtype=dtype) for dim in dims)
+    paged = config.block_m <= 32
+    keys = PagedKV(k, v, ints(64, 16), ints(64)) if paged else DenseKV(k, v)
+    overlap = shared_memory >= 227 * 1024
+    program = program_of(
+        config, dims, page_size=keys.page_size, num_programs=132, fused=fused, overlap=overlap,
+        leaves_empty=leaves_empty, folds_parts=folds_parts,
+    )  # fmt: skip
+    state = AttentionState(meta(64, 32, dims[1], dtype=dtype), meta(64, 32))
+    q = meta(64, 32, dims[0], dtype=dtype)
+    view = keys.view()._replace(log_weights=meta(64, 16) if weighted else None)
+    prior = None
+    if num_priors:
+        prior = AttentionState(*(meta(num_priors, *x.shape, dtype=x.dtype) for x in state))
+    attend(q, view, rules, state, ints(1024), SCRATCH, program, prior)
+
+
+def launch_stored(
+    rows: int,
+    format_name: str,
+    shared_memory: int,
+    *,
+    latent: bool,
+    one_tile: bool = True,
+    head_dim: int = 128,
+    page_size: int = 16,
+    packed: bool = False,
+    num_pairs: int = 512,
+    boxed: bool = False,
+) -> None:
+    """Decode over latent rows or pages of 8 heads in a format, in the tiles selected for it.
+
+    `packed` is True for NVIDIA's GPUs, as in a plan, and `boxed` for those that copy boxes.
+    """
+    dims, num_kv_heads = ((576, 512), 1) if latent else ((head_dim, head_dim), 8)
+    stores = [
+        empty_store(format_name, (64, page_size, num_kv_heads, dim), BRAIN, torch.device("meta"))
+        for dim in dims
+    ]
+    (k, k_scales), (v, v_scales) = stores
+    if latent:
+        scales = None if k_scales is None else k_scales[:, :, 0]
+        keys = LatentKV(k[:, :, 0], ints(64, 16), ints(64), dims[1], scales, BRAIN)
+    else:
+        keys = PagedKV(k, v, ints(64, 16), ints(64), k_scales, v_scales, BRAIN)
+    view = keys.view()
+    config = select_attend(
+        rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
+        latent=latent, quantised=format_name != "plain", code_pairs=in_pairs(view),
+        int8_codes=view.k.format.name == "int8", box_keys=box_keys(view) if boxed else 0,
+    )  # fmt: skip
+    shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
+    halves = in_words(view.k) and not latent
+    room = {"per_program": shared_memory, "per_sm": shared_memory, "code_words": halves}
+    config = fit_shared_memory(config, *shape, **room, code_pairs=in_pairs(view))
+    recent = shared_memory >= 227 * 1024
+    program = program_of(
+        config, dims, page_size=page_size, num_programs=132, group=rows,
+        num_kv_heads=num_kv_heads, k_format=view.k.format, v_format=view.v.format,
+        values_in_keys=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
+        fused=config.fused_merge,
+    )  # fmt: skip
+    num_heads = rows * num_kv_heads
+    state = AttentionState(meta(64, num_heads, dims[1], dtype=BRAIN), meta(64, num_heads))
+    q = meta(64, num_heads, dims[0], dtype=BRAIN)
+    rules = Rules(causal=True, scale=0.1)
+    attend(q, view, rules, state, ints(1024), SCRATCH, program)
+
+
+def stored_cases(shared_memory: int) -> Iterator[Case]:
+    """Latent rows by how many heads read them, and every format."""
+    for rows in (16, 32, 64):
+        call = partial(launch_stored, rows, "plain", shared_memory, latent=True)
+        yield f"decode latent, {rows} rows", call
+        if rows == 64:
+            yield f"decode latent, {rows} rows, values copied", partial(call, one_tile=False)
+    latent = partial(launch_stored, 128, "plain", shared_memory, latent=True)
+    yield "decode latent, one sequence", partial(latent, num_pairs=1)
+    copied = partial(latent, num_pairs=1, one_tile=False)
+    yield "decode latent, one sequence, values copied", copied
+    if shared_memory >= 227 * 1024:
+        boxes = partial(latent, page_size=64, boxed=True)
+        yield "decode latent, boxes", boxes
+        yield "decode latent, boxes, one sequence", partial(boxes, num_pairs=1)
+        yield "decode latent, boxes, values copied", partial(boxes, one_tile=False)
+    yield "decode latent q8_0", partial(launch_stored, 16, "q8_0", shared_memory, latent=True)
+    stored = partial(launch_stored, latent=False, packed=shared_memory > 64 * 1024)
+    for name in ("fp8_tensor", "fp8", "int8", "q8_0"):
+        yield f"decode {name}", partial(stored, 4, name, shared_memory)
+    yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
+    few = partial(stored, 4, "int8", shared_memory, num_pairs=8)
+    yield "decode one sequence of int8", few
+    yield "decode 16 rows of int8", partial(stored, 16, "int8", shared_memory)
+    yield "decode pages of 64, int8", partial(stored, 4, "int8", shared_memory, page_size=64)
+    yield "decode 256 dims of int8", partial(stored, 4, "int8", shared_memory, head_dim=256)
+    yield "prefill int8", partial(stored, 128, "int8", shared_memory)
+
+
+def attend_cases(shared_memory: int) -> Iterator[Case]:
+    """Every configuration, and one of each kind with options."""
+    plain = Rules(causal=True, scale=0.1)
+    every_rule = Rules(causal=True, window=100, softcap=30.0, scale=0.1, sinks=meta(32))
+    short = long = None
+    for config, (rows, pairs, dims, itemsize) in every_attend_config().items():
+        config = fit_shared_memory(  # noqa: PLW2901
+            config, *dims, itemsize, per_program=shared_memory, per_sm=shared_memory
+        )
+        dtype = BRAIN if itemsize == 2 else SINGLE
+        kind = "decode" if config.keys_first else "prefill"
+        name = f"{kind} {dims[0]}/{dims[1]} {str(dtype)[6:]}, {rows:g} rows, {pairs} pairs"
+        yield name, partial(launch_attend, config, dims, dtype, plain, shared_memory)
+        if dims == (128, 128) and config.keys_first:
+            short = config
+        elif dims == (128, 128) and dtype == BRAIN:
+            long = config
+    for kind, config in (("decode", short), ("prefill", long)):
+        given = (config, (128, 128), BRAIN)
+        call = partial(launch_attend, *given, every_rule, shared_memory)
+        yield f"{kind} with window, softcap and sinks", call
+        apart = partial(launch_attend, *given, plain, shared_memory, fused=False)
+        yield f"{kind} with a merge apart", apart
+    resumed = partial(launch_attend, short, (128, 128), BRAIN, every_rule, shared_memory)
+    yield "decode with every rule and prior states", partial(resumed, num_priors=3)
+    spans = partial(launch_attend, long, (128, 128), BRAIN, plain, shared_memory, leaves_empty=True)
+    yield "prefill that leaves empty rows", spans
+    weighted = partial(launch_attend, short, (128, 128), BRAIN, plain, shared_memory, weighted=True)
+    yield "decode with log-weights", weighted
+    for rows, rules in ((4, plain), (16, every_rule), (32, plain), (32768, plain)):
+        config = select_attend(
+            rows_per_seq=rows, num_pairs=256, head_dim_k=128, head_dim_v=128, itemsize=2
+        )
+        room = {"per_program": shared_memory, "per_sm": shared_memory, "folds_parts": True}
+        config = fit_shared_memory(config, 128, 128, 2, **room)
+        folded = partial(launch_attend, config, (128, 128), BRAIN, rules, shared_memory)
+        kind = "decode" if rows <= 16 else "prefill"
+        yield f"{kind} with fixed parts, {rows} rows", partial(folded, folds_parts=True)
+    yield from stored_cases(shared_memory)
+
+
+def gluon_cases(_: int) -> Iterator[Case]:
+    """Every head dim, contiguous and paged, whole blocks and parts, every rule."""
+    plain = Rules(causal=True, scale=0.1)
+    every_rule = Rules(causal=True, window=100, softcap=30.0, scale=0.1, sinks=meta(32))
+
+    def launch(
+        dims: tuple[int, int],
+        group: int,
+        page_size: int,
+        splits: bool,
+        rules: Rules,
+        *,
+        few_blocks: bool = False,
+    ) -> None:
+        constants = hopper_constants(
+            select_tiles(*dims, few_blocks=few_blocks),
+            causal=True,
+            pack=pack_of(group),
+            num_heads=32,
+            num_kv_heads=32 // group,
+            page_size=page_size,
+            head_dim_k=dims[0],
+            head_dim_v=dims[1],
+            num_programs=132,
+            splits=splits,
+            overlap=True,
+        )
+        k, v = (meta(64, 16, 32 // group, dim, dtype=BRAIN) for dim in dims)
+        keys = PagedKV(k, v, ints(64, 16), ints(64)) if page_size else DenseKV(k, v)
+        state = AttentionState(meta(64, 32, dims[1], dtype=BRAIN), meta(64, 32))
+        q = meta(64, 32, dims[0], dtype=BRAIN)
+        gluon_attend(q, keys.view(), rules, state, ints(1024), ints(1), SCRATCH, constants)
+
+    yield "128, whole blocks", partial(launch, (128, 128), 4, 0, False, plain)
+    yield "128, pages and parts", partial(launch, (128, 128), 4, 16, True, plain)
+    few_blocks = partial(launch, (128, 128), 4, 16, True, plain, few_blocks=True)
+    yield "128, few blocks", few_blocks
+    yield "192/128", partial(launch, (192, 128), 1, 0, False, plain)
+    yield "256", partial(launch, (256, 256), 4, 16, False, plain)
+    yield "64", partial(launch, (64, 64), 4, 0, True, plain)
+    yield "96", partial(launch, (96, 96), 1, 0, True, plain)
+    yield "every rule", partial(launch, (128, 128), 4, 16, True, every_rule)
+
+
+def latent_cases(_: int) -> Iterator[Case]:
+    """Teams of heads and blocks of tokens and heads, pages of each kind, fixed parts, rules."""
+    plain = Rules(causal=True, scale=0.1)
+    every_rule = Rules(causal=True, window=100, softcap=30.0, scale=0.1)
+
+    def launch(num_heads: int, page_size: int, fixed_parts: bool, rules: Rules) -> None:
+        constants = latent_constants(
+            LatentTiles(), causal=True, num_heads=num_heads, page_size=page_size,
+            num_programs=132, fixed_parts=fixed_parts, overlap=True,
+        )  # fmt: skip
+        keys = LatentKV(meta(64, page_size, 576, dtype=BRAIN), ints(8, 16), ints(8), 512)
+        state = AttentionState(meta(8, num_heads, 512, dtype=BRAIN), meta(8, num_heads))
+        q = meta(8, num_heads, 576, dtype=BRAIN)
+        attend_latent(q, keys.view(), rules, state, ints(1024), SCRATCH, constants)
+
+    yield "128 heads, pages of 64", partial(launch, 128, 64, False, plain)
+    yield "16 heads, pages of 16, fixed parts", partial(launch, 16, 16, True, plain)
+    yield "every rule", partial(launch, 16, 16, False, every_rule)
+
+
+def order_cases(_: int) -> Iterator[Case]:
+    """Each kind of lengths, with a window, with fixed parts, and never cut."""
+
+    def launch(packed: bool, window: int | None, fixed_parts: bool, splits: bool) -> None:
+        constants = hopper_constants(
+            select_tiles(128, 128),
+            causal=True,
+            pack=4,
+            num_heads=32,
+            num_kv_heads=8,
+            page_size=0,
+            head_dim_k=128,
+            head_dim_v=128,
+            num_programs=132,
+            fixed_parts=fixed_parts,
+            splits=splits,
+        )
+        lengths = ints(9)
+        given = (None, lengths) if packed else (lengths[1:], None)
+        buffer = ints(order_size(8, 64, 33, constants))
+        call = call_of_lengths(64, lengths, *given, 4096, window)
+        order(buffer, ints(64), call, 33, constants)
+
+    yield "lengths", partial(launch, False, None, False, True)
+    yield "packed, window", partial(launch, True, 100, False, False)
+    yield "fixed parts", partial(launch, False, None, True, True)
+
+
+def merge_parts_cases(shared_memory: int) -> Iterator[Case]:
+    """Parts of short blocks and of long ones, of latent keys, and fixed parts."""
+
+    def launch(rows: int, dim: int, folds_parts: bool = False, **merging: int) -> None:
+        config = AttendConfig(rows, 64, 4, 3, 2, **merging)
+        given = {"page_size": 1, "num_programs": 132, "overlap": shared_memory >= 227 * 1024}
+        given |= {"fused": False, "folds_parts": folds_parts}
+        constants = program_of(config, (dim, dim), **given).constants
+        state = AttentionState(meta(64, 32, dim, dtype=BRAIN), meta(64, 32))
+        merge_parts(state, ints(1024), SCRATCH, constants)
+
+    yield "short", partial(launch, 16, 128, merge_rows=4)
+    yield "short, fixed parts", partial(launch, 16, 128, folds_parts=True, merge_rows=4)
+    yield "long", partial(launch, 64, 128, merge_rows=16)
+    yield "latent", partial(launch, 64, 512, merge_rows=1, merge_batch=16)
+
+
+def schedule_cases(_: int) -> Iterator[Case]:
+    """Each kind of lengths, with fixed parts, and dealt out whole."""
+
+    def launch(
+        seq_lens: bool, cu_seqlens: bool, window: int | None, fixed_parts: bool, rows: int = 16
+    ) -> None:
+        lengths = ints(9)
+        config = AttendConfig(rows, 64, num_warps=4, num_stages=3, workers_per_sm=2)
+        given = {"page_size": 16, "num_programs": 264, "folds_parts": fixed_parts}
+        constants = program_of(config, (128, 128), **given).constants
+        given = (lengths[1:] if seq_lens else None, lengths if cu_seqlens else None)
+        call = call_of_lengths(8, lengths, *given, 4096, window)
+        schedule(ints(schedule_size(8, 8, constants)), ints(64), call, constants)
+
+    yield "lengths", partial(launch, True, False, None, False)
+    yield "lengths, window, fixed parts", partial(launch, True, False, 100, True)
+    yield "packed", partial(launch, False, True, None, False)
+    yield "packed, dealt out whole", partial(launch, False, True, None, False, rows=64)
+    yield "packed, fixed parts, dealt out whole", partial(launch, False, True, None, True, rows=64)
+    yield "whole storage", partial(launch, False, False, None, False)
+
+
+def attend_lists_cases(shared_memory: int) -> Iterator[Case]:
+    """Every selection of tiles, over pages and a padded batch, every rule, prior states."""
+    plain = Rules(causal=True, scale=0.1)
+    every_rule = Rules(causal=True, softcap=30.0, scale=0.1, sinks=meta(4))
+    overlap = shared_memory >= 227 * 1024
+
+    def launch(
+        group: int,
+        dim: int,
+        dtype: torch.dtype,
+        *,
+        paged: bool = True,
+        rules: Rules = plain,
+        num_lists: int = 8,
+        num_priors: int = 0,
+        weighted: bool = False,
+    ) -> None:
+        k = meta(64, 16, 8, dim, dtype=dtype)
+        keys = PagedKV(k, k, ints(1, 64), ints(1)) if paged else DenseKV(k[:1], k[:1])
+        shape = (1, num_lists, 640)
+        weights = meta(shape) if weighted else None
+        view = SelectedKV(keys, ints(shape), ints(shape[:2]), weights).view()
+        config = select_lists(
+            group=group, num_lists=num_lists, width=640, head_dim_k=dim, head_dim_v=dim,
+            itemsize=dtype.itemsize, num_sms=1024, per_program=shared_memory, per_sm=shared_memory,
+        )  # fmt: skip
+        program = program_of(
+            config, (dim, dim), group=group, num_kv_heads=1, page_size=1, num_programs=1,
+            uniform=True, overlap=overlap,
+        )  # fmt: skip
+        state = AttentionState(meta(num_lists, group, dim, dtype=dtype), meta(num_lists, group))
+        prior = None
+        if num_priors:
+            prior = AttentionState(*(meta(num_priors, *x.shape, dtype=x.dtype) for x in state))
+        q = meta(num_lists, group, dim, dtype=dtype)
+        attend_lists(q, view, rules, state, SCRATCH, program, prior)
+
+    for group, dim, dtype in ((1, 128, BRAIN), (4, 128, BRAIN), (1, 256, BRAIN), (4, 256, SINGLE)):
+        name = f"group of {group}, {dim} {str(dtype)[6:]}"
+        yield name, partial(launch, group, dim, dtype, paged=group == 1)
+    every = {"rules": every_rule, "num_priors": 3, "weighted": True}
+    if overlap:  # elsewhere these need as much room as fewer parts of twice the size
+        yield (
+            "many, every rule and prior states",
+            partial(launch, 4, 128, BRAIN, num_lists=256, **every),
+        )
+
+
+def list_pages_cases(_: int) -> Iterator[Case]:
+    """Lists over pages and over a padded batch, for each head and for all."""
+
+    def launch(paged: bool, num_lists: int, by_seqs: bool) -> object:
+        k = meta(64, 16, 8, 128, dtype=BRAIN)
+        keys = PagedKV(k, k, ints(64, 16), ints(64)) if paged else DenseKV(k, k)
+        shape = (64, num_lists) if num_lists > 1 else (64,)
+        seqs = ints(64) if by_seqs else None
+        return list_pages(SelectedKV(keys, ints(*shape, 300), ints(shape), None, seqs).view().lists)
+
+    yield "paged, by query heads", partial(launch, True, 32, False)
+    yield "paged, for all heads, by tokens", partial(launch, True, 1, True)
+    yield "dense, by kv heads", partial(launch, False, 8, False)
+
+
+def draft_tree_cases(_: int) -> Iterator[Case]:
+    """With and without lengths."""
+    yield "lengths", partial(make_draft_tree, ints(64), ints(9), ints(8), 64)
+    yield "no lengths", partial(make_draft_tree, ints(64), ints(9), None, 8)
+
+
+def move_rows_cases(_: int) -> Iterator[Case]:
+    """Words of every size."""
+    longs = partial(torch.empty, device="meta", dtype=torch.int64)
+    for word_bytes in WORDS:
+        given = longs(8, 2), 1024, word_bytes, longs(4, 9), longs(4, 9), longs(4)
+        yield f"{word_bytes} bytes", partial(move_rows, *given)
+
+
+def read_cases(_: int) -> Iterator[Case]:
+    """What ceilings are measured with."""
+    yield "int32", partial(read, ints(1 << 20), 528)
+
+
+def share_pages_cases(_: int) -> Iterator[Case]:
+    """One level and several."""
+    given = {"num_tokens": 8, "page_size": 16, "min_saved_keys": 512, "min_total_keys": 1 << 16}
+    for levels in (1, 3):
+        table = ints(8, 64), ints(8), ints(9)
+        yield f"{levels} levels", partial(share_pages, *table, levels=levels, **given)
+
+
+def choose_pages_cases(_: int) -> Iterator[Case]:
+    """Bounds of new keys, and pages of a long table."""
+    k, bounds = meta(64, 16, 8, 128, dtype=BRAIN), meta(64, 8, 128, dtype=BRAIN)
+    slots = torch.empty(40, device="meta", dtype=torch.int64)
+    yield "bounds", partial(renew_bounds, bounds, bounds, k, slots)
+    given = {"num_chosen": 64, "page_size": 16, "page_step": 128}
+    q, table = meta(8, 32, 128, dtype=BRAIN), ints(8, 8192)
+    yield "8192 pages", partial(choose_pages, q, bounds, bounds, table, ints(8), **given)
+
+
+def append_kv_cases(_: int) -> Iterator[Case]:
+    """Widths, dtypes, cache layouts and kinds of slots."""
+    half, single = BRAIN, SINGLE
+
+    def launch(
+        dims: tuple[int, int], dtype: torch.dtype, slots: torch.dtype, by_heads: bool
+    ) -> object:
+        shape = (4, 8, 16) if by_heads else (4, 16, 8)
+        caches = (torch.empty(*shape, dim, dtype=dtype, device="meta") for dim in dims)
+        views = (cache.transpose(1, 2) if by_heads else cache for cache in caches)
+        new = (torch.empty(64, 8, dim, dtype=dtype, device="meta") for dim in dims)
+        slot_mapping = torch.empty(64, dtype=slots, device="meta")
+        return append_kv(tuple(map(store_of, views)), tuple(new), slot_mapping, None)
+
+    for dims in ((64, 64), (72, 72), (128, 128), (192, 128), (256, 256)):
+        yield f"bfloat16, {dims[0]}/{dims[1]}", partial(launch, dims, half, torch.int32, False)
+    yield "bfloat16, by heads", partial(launch, (128, 128), half, torch.int64, True)
+    yield "float32", partial(launch, (128, 128), single, torch.int64, False)
+
+    def launch_format(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> object:
+        store = encoded_store("k", *empty_store(name, (4, 16, *shape), dtype, torch.device("meta")))
+        new, slots = meta(64, *shape, dtype=dtype), torch.empty(64, dtype=torch.int64).to("meta")
+        return append_kv((store,), (new,), slots, ints(1))
+
+    for name in FORMATS:
+        yield f"{name}, latent", partial(launch_format, name, (1, 576), half)
+    for name in ("fp8", "q8_0"):
+        yield f"{name}, float32", partial(launch_format, name, (8, 128), single)
+
+
+def merge_cases(_: int) -> Iterator[Case]:
+    """Configurations, sources and dtypes."""
+    half, single = HALF, SINGLE
+
+    def launch(lead: tuple[int, ...], sources: int, head_dim: int, *dtypes: torch.dtype) -> object:
+        shape = (*lead, 64, 8, head_dim)
+        part = AttentionState.empty(shape, dtype=dtypes[0], device="meta")
+        merged = AttentionState.empty(shape[-3:], dtype=dtypes[1], device="meta")
+        return merge((part,) * sources, bool(lead), *merged)
+
+    for head_dim in (1, 64, 72, 128, 192, 512):
+        yield f"two float16, head dim {head_dim}", partial(launch, (), 2, head_dim, half, half)
+    yield "two float32", partial(launch, (), 2, 128, single, single)
+    yield "eight float16", partial(launch, (), 8, 128, half, half)
+    yield "stacked float32 into float16", partial(launch, (17,), 1, 128, single, half)
+
+
+def expert_order_cases(_: int) -> Iterator[Case]:
+    """As many rows as are looked at once, and more."""
+    for num_rows in (384, 49152):
+        experts = torch.empty(num_rows, dtype=torch.int64, device="meta")
+        yield f"{num_rows} rows", partial(order_experts, experts, ints(num_rows), ints(65), ints(2))
+
+
+def expert_sum_cases(_: int) -> Iterator[Case]:
+    """A width that blocks divide, and one that they do not."""
+    for n in (2048, 904):
+        yield f"{n}", partial(sum_experts, meta(384, n, dtype=BRAIN), meta(64, n, dtype=BRAIN))
+
+
+def hopper_expert_cases(_: int) -> Iterator[Case]:
+    """A product of DeepSeek-V2-Lite and one of V3, and widths of no tile."""
+
+    def launch(n: int, k: int, num_experts: int, dtype: torch.dtype, gated: bool) -> None:
+        tiles = select_expert_tiles(49152, num_experts)
+        assert tiles is not None
+        w, y = meta(num_experts, 2 * n if gated else n, k, dtype=dtype), meta(49152, n, dtype=dtype)
+        routed = ints(49152), ints(num_experts + 1), ints(1)
+        if gated:
+            given = meta(8192, k, dtype=dtype), w, *routed, y
+            hopper_experts.gate_experts(*given, tiles, 132)
+        else:
+            given = meta(49152, k, dtype=dtype), w, *routed, meta(49152), y
+            hopper_experts.project_experts(*given, tiles, 132)
+
+    yield "gated", partial(launch, 1408, 2048, 64, BRAIN, True)
+    yield "256 experts, weighted", partial(launch, 7168, 2048, 256, BRAIN, False)
+    yield "odd widths, gated", partial(launch, 1000, 904, 5, HALF, True)
+
+
+def expert_product_cases(shared_memory: int) -> Iterator[Case]:
+    """Every configuration, both products of DeepSeek-V2-Lite, and widths of no tile."""
+
+    def launch(config: ExpertConfig, dtype: torch.dtype, n: int, k: int, gated: bool) -> None:
+        fitted = fit_experts(config, itemsize=dtype.itemsize, shared_bytes=shared_memory)
+        w, y = (meta(*shape, dtype=dtype) for shape in ((64, 2 * n if gated else n, k), (384, n)))
+        routed = ints(384), ints(65)
+        if gated:
+            gate_experts(meta(64, k, dtype=dtype), w, *routed, y, fitted)
+        else:
+            project_experts(meta(384, k, dtype=dtype), w, *routed, meta(384), y, fitted)
+
+    for config in every_expert_config():
+        name = f"{config.block_m} x {config.block_n}"
+        yield f"{name} gated", partial(launch, config, BRAIN, 1408, 2048, True)
+    few = select_experts(6, 64)
+    yield "weighted", partial(launch, few, BRAIN, 2048, 1408, False)
+    yield "odd widths", partial(launch, few, HALF, 1000, 904, True)
+
+
+TRITON = "anabranch.kernels.triton"
+GLUON = "anabranch.kernels.gluon"
+CASES: dict[str, Callable[[int], Iterator[Case]]] = {
+    f"{GLUON}.expert_kernel": hopper_expert_cases,
+    f"{GLUON}.kernel": gluon_cases,
+    f"{GLUON}.latent_kernel": latent_cases,
+    f"{GLUON}.order": order_cases,
+    f"{TRITON}.append_kv": append_kv_cases,
+    f"{TRITON}.attend_kernel": attend_cases,
+    f"{TRITON}.attend_lists": attend_lists_cases,
+    f"{TRITON}.choose_pages": choose_pages_cases,
+    f"{TRITON}.draft_tree": draft_tree_cases,
+    f"{TRITON}.expert_order": expert_order_cases,
+    f"{TRITON}.expert_product": expert_product_cases,
+    f"{TRITON}.expert_sum": expert_sum_cases,
+    f"{TRITON}.list_pages": list_pages_cases,
+    f"{TRITON}.merge": merge_cases,
+    f"{TRITON}.merge_parts": merge_parts_cases,
+    f"{TRITON}.move_rows": move_rows_cases,
+    f"{TRITON}.read": read_cases,
+    f"{TRITON}.share_pages": share_pages_cases,
+    f"{TRITON}.schedule": schedule_cases,
+}
+# What the loops of a warp-specialised kernel must do, by its name
+LOOPS = {
+    "attend_kernel": (waits_after_exponentials, loops_join_no_halves),
+    "attend_latent_kernel": (loops_stay_in_registers,),
+    "expert_rows_kernel": (loops_stay_in_registers, loops_overlap_products),
+}
+
+
+def prefetches_every_map(ptx: str) -> bool:
+    """Whether the tensor maps among the parameters, and nothing else, are fetched at the start."""
+    maps = re.findall(r"\.param \.align 64 \.b8 (\w+)\[128\]", ptx)
+    return bool(maps) and maps == re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", ptx)
+
+
+def cases_of(module: str) -> Callable[[int], Iterator[Case]]:
+    """The cases of a kernel module, which may also list them itself."""
+    return CASES.get(module) or import_module(module).compile_cases
+
+
+def compiled_cases(module: str, target: str, names: list[str]) -> Iterator[dict[str, object]]:
+    """What each kernel of the module's cases needs on a target."""
+    gpu = TARGETS[target]
+    every = dict(cases_of(module)(gpu.shared_bytes))
+    for case in names or every:
+        for launch in record(every[case]):
+            with redirect_stdout(StringIO()) as log:
+                compiled = compile_launch(launch, gpu)
+            found = {"case": case, **asdict(resources(compiled))}
+            if launch.kernel.is_gluon():
+                found["serialised"] = serialised(log.getvalue())
+                for check in LOOPS[launch.kernel.__name__]:
+                    found[check.__name__] = check(compiled.asm["cubin"])
+                if launch.kernel.__name__ == "attend_kernel":
+                    found["prefetches_every_map"] = prefetches_every_map(compiled.asm["ptx"])
+            yield found
+
+
+if __name__ == "__main__":
+    knobs.nvidia.dump_ptxas_log = True
+    for line in sys.stdin:
+        try:
+            answer: object = list(compiled_cases(*json.loads(line)))
+        except Exception:
+            answer = format_exc()
+        print(json.dumps(answer), flush=True)
