@@ -142,6 +142,18 @@ def test_kernels_keep_to_their_folder() -> None:
     assert not astray
 
 
+def test_kernels_are_launched_in_one_way() -> None:
+    """Through `launch`, which says how they are compiled and records them."""
+
+    def starts(module: str) -> Iterator[str]:
+        for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                yield ast.unparse(node.func.value)
+
+    assert [*starts("launches.recorder")] == ["kernel"]  # the rule sees what is started
+    assert not {m for m in SOURCES if any(name.endswith("_kernel") for name in starts(m))}
+
+
 def asked_types(module: str) -> Iterator[str]:
     """Names that stand as the type in a call of isinstance or issubclass."""
     for node in ast.walk(ast.parse(SOURCES[module].read_text())):

@@ -26,6 +26,7 @@ from anabranch.kernels.gluon.latent_copies import (
 from anabranch.kernels.gluon.latent_finish import finish_latent, write_empty_blocks
 from anabranch.kernels.gluon.latent_walk import begin_walk, take_item
 from anabranch.kernels.gluon.tile import base2_scale, logits_of, thread_sums
+from anabranch.kernels.gluon.versions import thread_barrier
 from anabranch.kernels.triton.masks import seen_by_all
 from anabranch.kernels.triton.online_softmax import pivot_of
 
@@ -76,7 +77,7 @@ def clear_latent_tail(values, full, phase, valid):
                 kept = gl.where((keys < valid)[:, None], rows.load(layout), 0.0)
                 rows.store(kept.to(values.dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit
