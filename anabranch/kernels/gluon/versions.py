@@ -8,7 +8,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
 
-from anabranch.kernels.triton.versions import since
+from anabranch.kernels.versions import since
 
 thread_barrier = getattr(gl, since({(3, 6): "thread_barrier", (3, 7): "barrier"}))
 load_box = getattr(tma, since({(3, 6): "async_copy_global_to_shared", (3, 8): "async_load"}))
