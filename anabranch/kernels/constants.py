@@ -77,33 +77,50 @@ class ListShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreConstants:
+    """How keys, or values, are stored and loaded."""
+
+    dim: int
+    format: StoreFormat
+    has_values: bool  # tiles are multiplied by weights
+    # (page, key) of a paged cache: these never change, and as constants they save a fifth of the
+    # inner loop's instructions
+    strides: tuple[int, int] | None = None
+    # (page, key, head); None for heads that lie first, where it depends on the number of pages
+    scale_strides: tuple[int, int, int | None] | None = None
+    words: bool = False  # codes are loaded four at a time
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where keys lie."""
 
     page_size: int  # 1 for contiguous keys, which have no pages
-    k_format: StoreFormat
-    v_format: StoreFormat
+    k: StoreConstants
+    v: StoreConstants
     values_in_keys: bool  # a tile of values is the main part of the tile of keys
     native_fp8: bool  # the GPU has the type float8_e4m3fn
-    # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
-    # save a fifth of the inner loop's instructions
-    page_strides: tuple[int, int, int, int] | None = None
-    # (page, key, head); None for heads that lie first, where it depends on the number of pages
-    k_scale_strides: tuple[int, int, int | None] | None = None
-    v_scale_strides: tuple[int, int, int | None] | None = None
     wide_pages: bool = False  # a page spans 2^31 elements or more
-    k_words: bool = False  # codes are loaded four at a time
-    v_words: bool = False
     pairs: bool = False  # both are loaded by pairs of keys
     packed: bool = False  # NVIDIA's instructions for pairs of halves are there
     lists: ListShape | None = None  # the table holds lists of keys, which are looked up as read
     list_heads: tuple[int, int] | None = None  # (lists of a token, kv heads) of quantised keys
 
     @property
+    def is_paged(self) -> bool:
+        """Whether there is a page table."""
+        return self.k.strides is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether keys and values are numbers in tiles of their own."""
-        scaling = (self.k_format.scaling, self.v_format.scaling)
+        scaling = (self.k.format.scaling, self.v.format.scaling)
         return scaling == ("none", "none") and not self.values_in_keys
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether the one scale of values is multiplied into the sum over all tiles."""
+        return self.v.words and self.v.format.scaling == "tensor"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,8 +234,8 @@ def attend_program(
         ),
         source=Source(
             page_size=page_size,
-            k_format=k_format,
-            v_format=v_format,
+            k=StoreConstants(head_dim_k, k_format, has_values=one_tile),
+            v=StoreConstants(head_dim_v, v_format, has_values=True),
             values_in_keys=one_tile,
             native_fp8=native_fp8,
             packed=packed,
@@ -230,12 +247,13 @@ def attend_program(
 
 @cache
 def with_page_strides(
-    constants: AttendConstants, strides: tuple[int, int, int, int]
+    constants: AttendConstants, k_strides: tuple[int, int], v_strides: tuple[int, int]
 ) -> AttendConstants:
-    """The constants for a paged cache with these strides."""
-    wide = constants.source.page_size * max(strides[1], strides[3]) >= 1 << 31
-    source = replace(constants.source, page_strides=strides, wide_pages=wide)
-    return replace(constants, source=source)
+    """The constants for a paged cache with these strides of pages and keys."""
+    source = constants.source
+    wide = source.page_size * max(k_strides[1], v_strides[1]) >= 1 << 31
+    k, v = replace(source.k, strides=k_strides), replace(source.v, strides=v_strides)
+    return replace(constants, source=replace(source, k=k, v=v, wide_pages=wide))
 
 
 @cache
@@ -249,13 +267,12 @@ def with_codes(
     list_heads: tuple[int, int] | None = None,
 ) -> AttendConstants:
     """The constants for quantised stores: strides of scales, and how codes can be loaded."""
-    tiles = constants.tiles
+    tiles, source = constants.tiles, constants.source
+    v_words = v_words and not tiles.values_first
     source = replace(
-        constants.source,
-        k_scale_strides=k_scale_strides,
-        v_scale_strides=v_scale_strides,
-        k_words=k_words,
-        v_words=v_words and not tiles.values_first,
+        source,
+        k=replace(source.k, scale_strides=k_scale_strides, words=k_words),
+        v=replace(source.v, scale_strides=v_scale_strides, words=v_words),
         pairs=pairs and tiles.keys_first and tiles.block_m < 16,
         list_heads=list_heads,
     )

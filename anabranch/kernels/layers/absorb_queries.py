@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
-from anabranch.kernels.load.addressing import Rows
+from anabranch.kernels.load.arguments import Rows
 
 BLOCK_R = 64  # latent columns of a program
 
