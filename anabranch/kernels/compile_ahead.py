@@ -6,8 +6,8 @@ import os
 from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
-from unittest import mock
+
+from anabranch.launches.recorder import only_compiling
 
 THREADS = 16  # a compilation waits for ptxas, a process of its own, most of its time
 
@@ -20,17 +20,11 @@ def compiling_ahead() -> Generator[None]:
     have written is left as it was. A kernel that does not compile raises where it is first needed.
     """
     from triton.runtime._async_compile import AsyncCompileMode
-    from triton.runtime.jit import JITFunction
-
-    run: Any = JITFunction.run
-
-    def only_compile(kernel: object, *args: Any, **given: Any) -> Any:
-        return run(kernel, *args, **(given | {"warmup": True}))
 
     threads = min(THREADS, os.cpu_count() or 1)
     with (
         ThreadPoolExecutor(threads) as pool,
         AsyncCompileMode(pool, ignore_errors=True),  # an error would leave the mode active
-        mock.patch.object(JITFunction, "run", only_compile),
+        only_compiling(),
     ):
         yield

@@ -69,12 +69,25 @@ _current = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start a kernel of Triton or Gluon."""
+    """Start a kernel of Triton or Gluon, or only compile it inside `only_compiling`."""
+    if getattr(_current, "only_compiles", False):
+        kernel.run(*arguments, grid=grid, warmup=True, **options)
+        return
     compiled = kernel[grid](*arguments, **options)
     recording: Recording | None = getattr(_current, "recording", None)
     if recording is not None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         recording.launched.append(KernelStart(compiled, grid, values))
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """Compile what this thread launches inside, and run none of it."""
+    _current.only_compiles = True
+    try:
+        yield
+    finally:
+        _current.only_compiles = False
 
 
 class _Watch(TorchDispatchMode):

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.layers.expert_config import ExpertConfig
+from anabranch.launches.recorder import launch
 
 
 def gate_experts(
@@ -53,16 +54,16 @@ def _launch(
 ) -> None:
     num_rows, num_experts, n = order.shape[0], w.shape[0], y.shape[1]
     num_tiles = num_rows // config.block_m + min(num_rows, num_experts)
-    expert_product_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
+    launch(
+        expert_product_kernel,
+        (num_tiles, triton.cdiv(n, config.block_n)),
         x,
         w,
         order,
         starts,
         weights,
         y,
-        x.stride(0),
-        w.stride(0),
-        y.stride(0),
+        (x.stride(0), w.stride(0), y.stride(0)),
         n,
         num_experts,
         K=x.shape[1],
@@ -113,9 +114,7 @@ def expert_product_kernel(
     starts_ptr,  # [num_experts + 1]
     weights_ptr,  # [num_rows]; None: gate and up
     y_ptr,  # [num_rows, n]
-    x_stride,
-    w_stride,
-    y_stride,
+    strides,  # of rows of x, experts of w, rows of y
     n,
     num_experts,
     K: tl.constexpr,
@@ -125,6 +124,7 @@ def expert_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    x_stride, w_stride, y_stride = strides
     GATED: tl.constexpr = weights_ptr is None
     expert, start, stop, _ = find_tile(
         starts_ptr, tl.program_id(0), tl.arange(0, EXPERTS), num_experts, 1, BLOCK_M

@@ -23,6 +23,7 @@ from anabranch.kernels.layers.expert_config import (
 )
 from anabranch.kernels.layers.hopper_consumer import consume_tiles
 from anabranch.kernels.layers.hopper_copies import make_tile_queue, produce_tiles
+from anabranch.launches.recorder import launch
 
 CONSUMER_REGISTERS = gl.constexpr(224)  # of a thread: three warpgroups have 168 on average
 PRODUCER_REGISTERS = gl.constexpr(56)
@@ -79,7 +80,9 @@ def _launch(
         even=not k % tiles.block_k,
     )
     bound = num_rows // BLOCK_M + min(num_rows, num_experts)
-    expert_rows_kernel[min(num_programs, bound * triton.cdiv(n, c.columns)),](
+    launch(
+        expert_rows_kernel,
+        (min(num_programs, bound * triton.cdiv(n, c.columns)),),
         None if c.gathers else _boxes(x, 64, c),
         x if c.gathers else None,
         x.stride(0) // 8,

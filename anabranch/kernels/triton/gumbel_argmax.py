@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.launches.recorder import launch
+
 BLOCK = 2048  # tokens of a tile: enough tiles to fill a GPU with a single row of 100k tokens
 
 WEYL = tl.constexpr(0x9E3779B1)  # tokens start this far apart
@@ -26,7 +28,9 @@ def gumbel_argmax(
     num_tiles = triton.cdiv(vocab_size, BLOCK)
     peaks = log_weights.new_empty(num_rows, num_tiles)
     tokens = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=log_weights.device)
-    gumbel_argmax_kernel[num_rows, num_tiles](
+    launch(
+        gumbel_argmax_kernel,
+        (num_rows, num_tiles),
         log_weights,
         log_weights.stride(0),
         keys,
@@ -42,12 +46,12 @@ def gumbel_argmax(
 def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches on meta tensors of usual vocabularies."""
 
-    def launch(num_rows: int, vocab_size: int) -> object:
+    def launch_case(num_rows: int, vocab_size: int) -> object:
         logs = torch.empty(num_rows, vocab_size, device="meta")
         return gumbel_argmax(logs, torch.empty(num_rows, dtype=torch.int64, device="meta"))
 
     for num_rows, vocab_size in ((1, 49152), (64, 128256), (8, 50257)):
-        yield f"{num_rows} x {vocab_size}", partial(launch, num_rows, vocab_size)
+        yield f"{num_rows} x {vocab_size}", partial(launch_case, num_rows, vocab_size)
 
 
 @triton.jit
