@@ -98,7 +98,7 @@ class Source:
     page_size: int  # 1 for contiguous keys, which have no pages
     k: StoreConstants
     v: StoreConstants
-    values_in_keys: bool  # a tile of values is the main part of the tile of keys
+    one_tile: bool  # a tile of values is the main part of the tile of keys
     native_fp8: bool  # the GPU has the type float8_e4m3fn
     wide_pages: bool = False  # a page spans 2^31 elements or more
     pairs: bool = False  # both are loaded by pairs of keys
@@ -115,7 +115,7 @@ class Source:
     def is_plain(self) -> bool:
         """Whether keys and values are numbers in tiles of their own."""
         scaling = (self.k.format.scaling, self.v.format.scaling)
-        return scaling == ("none", "none") and not self.values_in_keys
+        return scaling == ("none", "none") and not self.one_tile
 
     @property
     def scales_sums(self) -> bool:
@@ -170,7 +170,7 @@ def attend_program(
     page_size: int,
     k_format: StoreFormat,
     v_format: StoreFormat,
-    values_in_keys: bool = False,
+    latent: bool = False,
     native_fp8: bool = False,
     packed: bool = False,
     fixed_parts: bool = False,
@@ -184,7 +184,7 @@ def attend_program(
     """Join a configuration with the shapes of a call."""
     main, rest = split_head_dim(head_dim_k)
     block_dv = max(16, power_of_two(head_dim_v))
-    one_tile = values_in_keys and is_main_tile(head_dim_k, head_dim_v)
+    one_tile = latent and is_main_tile(head_dim_k, head_dim_v)
     paired = config.paired and one_tile
     if paired and group % config.block_m == 0:  # each block of heads as if it had its own keys
         num_kv_heads, group = group // config.block_m, config.block_m
@@ -207,7 +207,7 @@ def attend_program(
             block_dv=block_dv,
             keys_first=config.keys_first,
             values_first=config.values_first,
-            lazy_peak=config.lazy_peak and values_in_keys and not config.keys_first,
+            lazy_peak=config.lazy_peak and latent and not config.keys_first,
             paired=paired,
         ),
         division=Division(
@@ -236,7 +236,7 @@ def attend_program(
             page_size=page_size,
             k=StoreConstants(head_dim_k, k_format, has_values=one_tile),
             v=StoreConstants(head_dim_v, v_format, has_values=True),
-            values_in_keys=one_tile,
+            one_tile=one_tile,
             native_fp8=native_fp8,
             packed=packed,
         ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
 
 @contextmanager
-def only_compiling() -> Iterator[None]:
+def only_compiling() -> Generator[None]:
     """Compile what this thread launches inside, and run none of it."""
     _current.only_compiles = True
     try:

@@ -17,20 +17,20 @@ from anabranch.kernels.load.code_halves import (
     halves_of_int8,
     transposed_halves,
 )
-from anabranch.kernels.load.packed_codes import in_words, permute_dims, word_rows
+from anabranch.kernels.load.packed_codes import permute_dims, word_rows, words_of
 from anabranch.kernels.load.scales import head_offset, scaled_by_key
 from anabranch.keys import KeyView
 
 WIDTH: tl.constexpr = tl.constexpr(128)
 
 
-def in_pairs(view: KeyView) -> bool:
-    """Whether keys and values are codes that can be loaded by pairs."""
+def in_pairs(view: KeyView, itemsize: int = 2) -> bool:
+    """Whether keys and values are codes that are loaded by pairs, for such queries."""
     stores = (view.k, view.v)
     return (
-        not view.values_in_keys
-        and view.page_size % 2 == 0
-        and all(in_words(x) and x.ptr.shape[-1] == WIDTH.value for x in stores)
+        view.page_size % 2 == 0
+        and all(words_of(view, itemsize))
+        and all(x.ptr.shape[-1] == WIDTH.value for x in stores)
         and all(x.format.scaling != "block" for x in stores)
     )
 

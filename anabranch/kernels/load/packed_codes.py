@@ -15,7 +15,13 @@ from anabranch.kernels.load.code_halves import (
 )
 from anabranch.kernels.load.rows import dim_ptrs
 from anabranch.kernels.load.scales import scale_offsets
-from anabranch.keys import KeyStore
+from anabranch.keys import KeyStore, KeyView
+
+
+def words_of(view: KeyView, itemsize: int) -> tuple[bool, bool]:
+    """Whether codes of keys, and of values, are loaded four at a time, for such queries."""
+    may = itemsize == 2 and not view.values_in_keys
+    return may and in_words(view.k), may and in_words(view.v)
 
 
 def in_words(store: KeyStore) -> bool:

@@ -24,7 +24,7 @@ from anabranch.kernels.constants import (
 from anabranch.kernels.load.arguments import Rows, view_arguments
 from anabranch.kernels.load.boxes import boxes_of
 from anabranch.kernels.load.key_pairs import in_pairs
-from anabranch.kernels.load.packed_codes import in_words
+from anabranch.kernels.load.packed_codes import words_of
 from anabranch.kernels.parts.merge_groups import merge_groups
 from anabranch.kernels.parts.merge_tree import merge_tree
 from anabranch.kernels.parts.slots import Parts, StateRows, leave_part, write_rows
@@ -54,11 +54,10 @@ def attend(
     boxes = boxes_of(view, constants)
     if table is not None:
         constants = with_page_strides(constants, view.k[1:3], view.v[1:3])
-    if view.k.scales or view.v.scales:
+    if view.is_quantised:
+        itemsize = q.element_size()
         strides = (scale_strides(x.scales) for x in (view.k, view.v))
-        halves = q.element_size() == 2 and not view.values_in_keys
-        words = (halves and in_words(x) for x in (view.k, view.v))
-        pairs = halves and in_pairs(view)
+        words, pairs = words_of(view, itemsize), in_pairs(view, itemsize)
         constants = with_codes(constants, *strides, *words, pairs, list_heads(view))
     if prior is not None:
         constants = with_priors(constants, prior.lse.shape[0])

@@ -55,8 +55,8 @@ def attend_tiles(
     VALUES: tl.constexpr = value_loader(C, BOXED)
     K: tl.constexpr = C.source.k
     V: tl.constexpr = C.source.v
-    SHARED: tl.constexpr = C.source.values_in_keys
-    AHEAD: tl.constexpr = C.tiles.values_first or SHARED  # pages are looked up before the scores
+    ONE_TILE: tl.constexpr = C.source.one_tile  # of keys and values
+    AHEAD: tl.constexpr = C.tiles.values_first or ONE_TILE  # pages are looked up before the scores
     DTYPE: tl.constexpr = queries.main.dtype
     DK: tl.constexpr = C.tiles.dk_main
     DV: tl.constexpr = C.tiles.block_dv
@@ -83,7 +83,7 @@ def attend_tiles(
         at = place_tile(index, pages, box_row, block, C, BOXED)
         # Loading V before K moves the barrier that the compiler puts between the copies of two
         # tiles: it stands between iterations, and not between scores and softmax.
-        if C.tiles.values_first and not SHARED:
+        if C.tiles.values_first and not ONE_TILE:
             v, v_places = VALUES.tile(values, at, 0, DV, DTYPE, V, C)
         k, k_places = KEYS.tile(keys, at, 0, DK, DTYPE, K, C)
         k_rest = k  # unused without a rest
@@ -100,7 +100,7 @@ def attend_tiles(
         scores, scale = logits_of(
             scores, base_scale, units, index, at, tiles, queries, item, given, C
         )
-        if SHARED:
+        if ONE_TILE:
             v = k
             value_scales = key_scales
         else:
@@ -129,7 +129,7 @@ def head_of(item, C: tl.constexpr):
     LIST_HEADS: tl.constexpr = C.source.list_heads
     if LIST_HEADS is not None:
         kv_head = item.block.origin % LIST_HEADS[0] * LIST_HEADS[1] // LIST_HEADS[0]
-    if C.source.values_in_keys:
+    if C.source.one_tile:
         kv_head *= 0  # there is one, which paired blocks of query heads read
     return kv_head
 
@@ -139,7 +139,7 @@ def score_tile(q, q_rest, k, k_rest, C: tl.constexpr):
     """Products of queries and keys."""
     scores = score(q, k, None, C.tiles.keys_first)
     if C.tiles.dk_rest > 0:
-        if C.source.values_in_keys and C.tiles.block_m >= 64:
+        if C.source.one_tile and C.tiles.block_m >= 64:
             # Chained, each warpgroup would compute the whole product; so add two products.
             scores = tl.fma(score(q_rest, k_rest, None, C.tiles.keys_first), 1.0, scores)
         else:
