@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from anabranch.call import AttendCall, shape_of
-from anabranch.destination import check_destination, check_unshared
+from anabranch.check_states import check_destination, check_unshared
 from anabranch.keys import KeySource
 from anabranch.launches.allocation import allocate
 from anabranch.launches.call_kinds import Kinds, are_apart, describe

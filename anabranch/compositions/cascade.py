@@ -16,8 +16,8 @@ from typing import NamedTuple
 import torch
 
 from anabranch.attend import attend
+from anabranch.check_states import check_destination
 from anabranch.compositions.prefix_order import prefix_order
-from anabranch.destination import check_destination
 from anabranch.keys import PagedKV
 from anabranch.keys.formats import bytes_per_head
 from anabranch.plan import Plan, make_plan

@@ -48,7 +48,7 @@ class Division:
     least_share: int
     aligned_growth: int
     deals: bool
-    fixed_parts: bool  # parts end where their own sequence says, whoever attends to them
+    fixed_parts: bool  # parts end where their own sequence says, whichever worker attends to them
     folds_parts: bool  # who holds all fixed parts of a block merges them as it goes
     part_tiles: int
     most_parts: int

@@ -1,4 +1,4 @@
-"""The end of an item of latent keys: rows of a state, or of a part that somebody merges.
+"""The end of an item of latent keys: rows of a state, or of a part that waits for its merge.
 
 Each consumer has half of the columns, and writes, leaves and merges them by itself.
 """

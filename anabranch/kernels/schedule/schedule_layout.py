@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
 
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
-    """Blocks there can be: every sequence, and the tokens of nobody, may end in a short one."""
+    """Blocks there can be: every sequence, and the orphan tokens, may end in a short one."""
     return triton.cdiv(num_tokens * constants.group, constants.tiles.block_m) + num_seqs + 1
 
 

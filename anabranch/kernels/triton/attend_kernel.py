@@ -2,7 +2,7 @@
 
 A program walks its share of the schedule, an item (tiles of a block of query rows, for one kv head)
 at a time. A block that one program holds whole is written directly; otherwise each leaves a part,
-and parts are merged in a tree: the last program to arrive at a node merges it. Nobody waits.
+and parts are merged in a tree: the last program to arrive at a node merges it. No program waits.
 """
 
 from __future__ import annotations
