@@ -53,6 +53,7 @@ KERNELS_READ = {
     "kernels.constants",
     "kernels.hopper_config",
     "kernels.list_config",
+    "kernels.versions",
     "kernels.room",
     "launches",
     "launches.build_cache",
@@ -145,6 +146,18 @@ def test_kernels_keep_to_their_folder() -> None:
         and (folder(module) == "kernels" or folder(other) not in SHARED[folder(module)])
     ]
     assert not astray
+
+
+def test_kernels_are_launched_in_one_way() -> None:
+    """Through `launch`, which says how they are compiled and records them."""
+
+    def starts(module: str) -> Iterator[str]:
+        for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                yield ast.unparse(node.func.value)
+
+    assert [*starts("launches.recorder")] == ["kernel"]  # the rule sees what is started
+    assert not {m for m in SOURCES if any(name.endswith("_kernel") for name in starts(m))}
 
 
 def asked_types(module: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from compile_cases import CASES
 from compiled_launch import TARGETS, waits_first
 
 import anabranch
-from anabranch.kernels.compile_ahead import compiling_ahead
+from anabranch.launches.compile_ahead import compiling_ahead
 
 KERNELS = Path(anabranch.__file__).parent / "kernels"
 TESTS = Path(__file__).parents[1] / "support"
@@ -99,6 +99,7 @@ SPILLS = {
     (HOPPER_EXPERTS, "sm_90"): {"256 experts": 32},  # in the producer, once a tile
     (LATENT, "sm_90"): {"": 64},  # at the ends of items, and in the producer
     (ORDER, "sm_90"): {"": 16},
+    (SCHEDULE, "sm_90"): {"packed, fixed parts, dealt out whole": 8},  # one program, once a step
     **{(ATTEND, target): {"": 1 << 14} for target in ("sm_80", "sm_100", "gfx942")},
     # ptxas spills a little rather than take more than 72 registers
     **{(MERGE_PARTS, target): {"": 16} for target in ("sm_80", "sm_90", "sm_100")},

@@ -6,6 +6,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.operands import EndedRows
+from anabranch.kernels.gluon.versions import store_box, thread_barrier
 from anabranch.kernels.parts.join import merge_slots
 from anabranch.kernels.schedule.items import read_item, read_part
 from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, pivot_of
@@ -99,7 +100,7 @@ def store_columns(out, ptr, starts, inside):
 def is_last(ended, parts, C: gl.constexpr, WG: gl.constexpr):
     """Whether this warpgroup is the last to leave its rows of a block; it resets the counter."""
     counter = parts.counters + (ended.first_slot * C.num_packs + ended.kv_head) * 2 + WG
-    gl.thread_barrier()  # every warp's stores come before the release below
+    thread_barrier()  # every warp's stores come before the release below
     before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     last = uniform(before) == ended.num_parts - 1
     if last:
@@ -175,7 +176,7 @@ def stage_columns(out, buffer, desc, token, head, first, C: gl.constexpr, WIDTH:
         buffer.store(out.to(buffer.dtype))
         fence_async_shared()
         box = buffer.reshape((TOKENS, PACK, WIDTH))
-        tma.async_copy_shared_to_global(desc, [token, head, first], box)
+        store_box(desc, [token, head, first], box)
     else:
         HALF: gl.constexpr = WIDTH // 2
         left, right = gl.split(gl.permute(gl.reshape(out, [64, 2, HALF]), (0, 2, 1)))

@@ -30,6 +30,7 @@ from anabranch.kernels.gluon.barriers import (
 from anabranch.kernels.gluon.latent_finish import finish_latent, write_empty_blocks
 from anabranch.kernels.gluon.operands import EndedRows, FullTiles, Sight
 from anabranch.kernels.gluon.tile import base2_scale, logits_of, thread_sums
+from anabranch.kernels.gluon.versions import thread_barrier
 from anabranch.kernels.schedule.walk import begin_share, take_item
 from anabranch.kernels.softmax.masks import seen_by_all
 from anabranch.kernels.softmax.online_softmax import pivot_of
@@ -80,7 +81,7 @@ def clear_latent_tail(values, full, phase, valid):
                 kept = gl.where((keys < valid)[:, None], rows.load(layout), 0.0)
                 rows.store(kept.to(values.dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit

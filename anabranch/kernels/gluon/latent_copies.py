@@ -6,7 +6,7 @@ are announced and freed apart.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import (
@@ -18,6 +18,7 @@ from anabranch.kernels.gluon.barriers import (
     bar_sync,
 )
 from anabranch.kernels.gluon.copies import copy_tile, tile_pages
+from anabranch.kernels.gluon.versions import load_box
 from anabranch.kernels.schedule.walk import begin_share, take_item
 
 
@@ -34,9 +35,9 @@ def copy_latent_queries(room, boxes, row):
     """The 64 rows of a block; their rotary columns lie where weights are left later."""
     full = room.q_full
     mbarrier.expect(full, 64 * 576 * 2)
-    tma.async_copy_global_to_shared(boxes.q, [row, 0], full, room.q[0].index(0))
-    tma.async_copy_global_to_shared(boxes.q, [row, 256], full, room.q[1].index(0))
-    tma.async_copy_global_to_shared(boxes.q_rest, [row, 512], full, room.p_odd)
+    load_box(boxes.q, [row, 0], full, room.q[0].index(0))
+    load_box(boxes.q, [row, 256], full, room.q[1].index(0))
+    load_box(boxes.q_rest, [row, 512], full, room.p_odd)
 
 
 @gluon.jit

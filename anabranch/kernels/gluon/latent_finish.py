@@ -19,6 +19,7 @@ from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_copies import first_query
 from anabranch.kernels.gluon.latent_merge import leave_latent_part
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
+from anabranch.kernels.gluon.versions import store_box
 from anabranch.kernels.schedule.schedule_layout import read_block, read_header
 from anabranch.kernels.softmax.online_softmax import LN_2, pivot_of
 
@@ -61,7 +62,7 @@ def finish_latent(
         if left == 64:
             staging.store(out.to(staging.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [row, HALF * COLUMNS], staging)
+            store_box(out_desc, [row, HALF * COLUMNS], staging)
             tma.store_wait(0)
         else:
             starts = places.to(gl.int64) * results.out.head + HALF * COLUMNS

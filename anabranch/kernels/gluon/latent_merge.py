@@ -14,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
+from anabranch.kernels.gluon.versions import thread_barrier
 from anabranch.kernels.parts.join import merge_slots
 from anabranch.kernels.parts.slots import slot_of
 from anabranch.kernels.schedule.walk import take_item
@@ -80,7 +81,7 @@ def leave_latent_part(
     patience = gl.where(ahead.tile < ahead.stop, 0, C.tiles.merge_patience)
     slot = slot_of(ended.part * 0, ended.first_slot, ended.kv_head, W)
     counter = parts.counters + (slot * 2 + HALF) * 2
-    gl.thread_barrier()  # every warp's stores come before the release below
+    thread_barrier()  # every warp's stores come before the release below
     present = count_at(counter, 1) + 1
     while (present < num_parts) & (patience > 0):
         present = count_at(counter, 0) % TURN

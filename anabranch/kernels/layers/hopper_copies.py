@@ -7,9 +7,10 @@ thread at a time.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anabranch.kernels.gluon.barriers import bar_sync, make_barriers, uniform
+from anabranch.kernels.gluon.versions import load_box, load_shared
 from anabranch.kernels.layers import expert_config
 from anabranch.kernels.layers.expert_product import find_tile
 
@@ -69,12 +70,12 @@ def copy_weights(desc, buffer, full, expert, column, n, step, C: gl.constexpr):
     if C.gated:
         HALF: gl.constexpr = C.block_n // 2
         row = expert * 2 * n + column * HALF
-        tma.async_copy_global_to_shared(desc, [row, first], full, buffer.slice(0, HALF, 0))
+        load_box(desc, [row, first], full, buffer.slice(0, HALF, 0))
         up = buffer.slice(HALF, HALF, 0)
-        tma.async_copy_global_to_shared(desc, [row + n, first], full, up)
+        load_box(desc, [row + n, first], full, up)
     else:
         row = expert * n + column * C.block_n
-        tma.async_copy_global_to_shared(desc, [row, first], full, buffer)
+        load_box(desc, [row, first], full, buffer)
 
 
 @gluon.jit
@@ -102,9 +103,9 @@ def gather_rows(pointers, x, full, slot, num_rows, step, k, C: gl.constexpr):
         source = pointers[wg] + step * C.block_k
         if num_rows > wg * 64:
             if C.even:
-                async_copy.async_copy_global_to_shared(buffer, source)
+                load_shared(buffer, source)
             else:
-                async_copy.async_copy_global_to_shared(buffer, source, mask=inside)
+                load_shared(buffer, source, mask=inside)
     async_copy.mbarrier_arrive(full, increment_count=False)
 
 
@@ -119,7 +120,7 @@ def copy_rows(desc, x, full, slot, start, stop, step, C: gl.constexpr):
         buffer = x.index(2 * slot + wg)
         row = start + wg * 64
         row = gl.where(row < stop, row, OUTSIDE)
-        tma.async_copy_global_to_shared(desc, [row, step * C.block_k], full, buffer)
+        load_box(desc, [row, step * C.block_k], full, buffer)
 
 
 @gluon.jit
