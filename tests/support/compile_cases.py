@@ -160,7 +160,7 @@ def launch_stored(
     program = program_of(
         config, dims, page_size=page_size, num_programs=132, group=rows,
         num_kv_heads=num_kv_heads, k_format=view.k.format, v_format=view.v.format,
-        values_in_keys=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
+        latent=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
         fused=config.fused_merge,
     )  # fmt: skip
     num_heads = rows * num_kv_heads
