@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from importlib.metadata import distributions
+from importlib.metadata import version
+from importlib.util import find_spec
 from zlib import crc32
 
 import hypothesis
 import pytest
 import torch
 
+
+def triton_version() -> tuple[int, ...] | None:
+    """Of the Triton that will be imported, the first on the path."""
+    if find_spec("triton") is None:
+        return None
+    return tuple(map(int, version("triton").split(".")[:2]))
+
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-    if any(each.version.startswith("3.6.") for each in distributions(name="triton")):
+    if (installed := triton_version()) is not None:
         from interpreter_cost import spare_repetitions
+        from interpreter_masks import keep_masks_boolean
 
-        spare_repetitions()  # which replaces private functions of that version
+        if installed >= (3, 9):
+            keep_masks_boolean()
+        if installed <= (3, 9):  # it replaces private functions, which later versions may not have
+            spare_repetitions()
 
 hypothesis.settings.register_profile(
     "anabranch",
