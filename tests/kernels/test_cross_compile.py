@@ -17,6 +17,7 @@ from compile_cases import CASES
 import anabranch
 from anabranch.kernels.compile import TARGETS, waits_first
 from anabranch.kernels.compile_ahead import compiling_ahead
+from anabranch.kernels.triton.versions import PAIRS_IN_TENSOR_MEMORY
 
 KERNELS = Path(anabranch.__file__).parent / "kernels"
 TESTS = Path(__file__).parents[1] / "support"
@@ -52,7 +53,9 @@ SOME = {
     (ATTEND, "sm_80"): [*DECODE, "decode latent, one sequence"],
     (ATTEND, "gfx942"): [*DECODE, "decode latent, one sequence"],
     (ATTEND, "sm_100"): [
-        *DECODE,
+        *(x for x in DECODE if PAIRS_IN_TENSOR_MEMORY or x not in ("decode fp8", "decode int8")),
+        "decode fp8, keys one by one",
+        "decode int8, keys one by one",
         *PREFILL,
         "decode latent, one sequence, values copied",
         "decode latent, boxes, values copied",

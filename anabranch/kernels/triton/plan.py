@@ -31,6 +31,7 @@ from anabranch.kernels.triton.key_pairs import in_pairs
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.schedule import schedule
 from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
+from anabranch.kernels.triton.versions import PAIRS_IN_TENSOR_MEMORY
 from anabranch.keys import KeySource
 
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
@@ -149,6 +150,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
     group = num_heads // num_kv_heads
     config = options.config
     code_pairs = q.element_size() == 2 and in_pairs(view)
+    code_pairs = code_pairs and (PAIRS_IN_TENSOR_MEMORY or not has_tensor_memory(q.device))
     if config is None:
         rows_per_seq = options.rows_per_seq
         if rows_per_seq is None:
