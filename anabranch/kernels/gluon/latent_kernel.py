@@ -15,6 +15,7 @@ from anabranch.kernels.gluon.boxes import flat_boxes, key_boxes
 from anabranch.kernels.gluon.latent_config import LatentConstants
 from anabranch.kernels.gluon.latent_consumers import consume_latent
 from anabranch.kernels.gluon.latent_copies import produce_latent
+from anabranch.kernels.gluon.versions import FULL_REGISTERS
 from anabranch.kernels.triton.addressing import Rows
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.keys import KeyView
@@ -60,6 +61,7 @@ def attend_latent(
         c,
         num_warps=4,
         maxnreg=c.max_registers,
+        **FULL_REGISTERS,
         **({"launch_pdl": True} if c.overlap else {}),
     )
 

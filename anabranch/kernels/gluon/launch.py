@@ -9,6 +9,7 @@ import torch
 from anabranch.kernels.gluon.boxes import key_boxes, row_boxes
 from anabranch.kernels.gluon.config import HopperConstants
 from anabranch.kernels.gluon.kernel import attend_kernel
+from anabranch.kernels.gluon.versions import FULL_REGISTERS
 from anabranch.kernels.triton.addressing import Rows
 from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.keys import KeyView
@@ -61,5 +62,6 @@ def attend(
         c,
         num_warps=4,
         maxnreg=c.max_registers,
+        **FULL_REGISTERS,
         **({"launch_pdl": True} if c.overlap else {}),
     )
