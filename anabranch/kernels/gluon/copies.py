@@ -16,7 +16,6 @@ from anabranch.kernels.gluon.barriers import (
     bar_arrive,
     bar_sync,
 )
-from anabranch.kernels.gluon.items import read_item
 from anabranch.kernels.gluon.queue import (
     first_ticket,
     next_ticket,
@@ -25,6 +24,7 @@ from anabranch.kernels.gluon.queue import (
     take_turn,
 )
 from anabranch.kernels.gluon.versions import load_box
+from anabranch.kernels.schedule.items import read_item
 
 
 @gluon.jit

@@ -5,9 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from anabranch.kernels.gluon.barriers import uniform
-from anabranch.kernels.gluon.items import read_item, read_part
 from anabranch.kernels.gluon.versions import store_box, thread_barrier
-from anabranch.kernels.triton.online_softmax import (
+from anabranch.kernels.schedule.items import read_item, read_part
+from anabranch.kernels.softmax.online_softmax import (
     LN_2,
     LOG2_E,
     finish_merge,

@@ -24,11 +24,11 @@ from anabranch.kernels.gluon.latent_copies import (
     R_FREE,
 )
 from anabranch.kernels.gluon.latent_finish import finish_latent, write_empty_blocks
-from anabranch.kernels.gluon.latent_walk import begin_walk, take_item
 from anabranch.kernels.gluon.tile import base2_scale, logits_of, thread_sums
 from anabranch.kernels.gluon.versions import thread_barrier
-from anabranch.kernels.triton.masks import seen_by_all
-from anabranch.kernels.triton.online_softmax import pivot_of
+from anabranch.kernels.schedule.walk import begin_walk, take_item
+from anabranch.kernels.softmax.masks import seen_by_all
+from anabranch.kernels.softmax.online_softmax import pivot_of
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))

@@ -11,8 +11,8 @@ from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import bar_sync
 from anabranch.kernels.gluon.copies import copy_tile, tile_pages
-from anabranch.kernels.gluon.latent_walk import begin_walk, take_item
 from anabranch.kernels.gluon.versions import load_box
+from anabranch.kernels.schedule.walk import begin_walk, take_item
 
 # Named barriers; Triton takes those up to 5.
 EVEN_DONE = gl.constexpr(6)  # the left consumer has left peaks and weights of the even half

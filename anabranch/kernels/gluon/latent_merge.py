@@ -14,10 +14,10 @@ from triton.experimental.gluon import language as gl
 from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
-from anabranch.kernels.gluon.latent_walk import take_item
 from anabranch.kernels.gluon.versions import thread_barrier
-from anabranch.kernels.triton.merge_tree import slot_of
-from anabranch.kernels.triton.online_softmax import finish_merge, merge_part
+from anabranch.kernels.parts.slots import slot_of
+from anabranch.kernels.schedule.walk import take_item
+from anabranch.kernels.softmax.online_softmax import finish_merge, merge_part
 
 COLUMNS = gl.constexpr(256)  # of a consumer
 TURN = gl.constexpr(1 << 16)

@@ -28,11 +28,21 @@ def renew_bounds(
     if not num_tokens:
         return
     launch(
-        renew_bounds_kernel, (num_tokens, num_kv_heads),
-        low, high, k, *k.stride(), slot_mapping, num_tokens,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=size,
-        BLOCK_D=power_of_two(dim), BLOCK_N=power_of_two(size), num_warps=4,
-    )  # fmt: skip
+        renew_bounds_kernel,
+        (num_tokens, num_kv_heads),
+        low,
+        high,
+        k,
+        *k.stride(),
+        slot_mapping,
+        num_tokens,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=dim,
+        PAGE_SIZE=size,
+        BLOCK_D=power_of_two(dim),
+        BLOCK_N=power_of_two(size),
+        num_warps=4,
+    )
 
 
 def choose_pages(
@@ -58,17 +68,42 @@ def choose_pages(
     if not table.numel():
         return table
     launch(
-        score_pages_kernel, (rows, triton.cdiv(width, BLOCK)),
-        q, q.stride(0), q.stride(1), low, high, page_table, page_table.stride(0), seq_lens,
-        scores, width, NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=dim,
-        PAGE_SIZE=page_size, BLOCK_D=power_of_two(dim), BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
+        score_pages_kernel,
+        (rows, triton.cdiv(width, BLOCK)),
+        q,
+        q.stride(0),
+        q.stride(1),
+        low,
+        high,
+        page_table,
+        page_table.stride(0),
+        seq_lens,
+        scores,
+        width,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=dim,
+        PAGE_SIZE=page_size,
+        BLOCK_D=power_of_two(dim),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
     launch(
-        pick_pages_kernel, (rows,),
-        scores, page_table, page_table.stride(0), seq_lens, table, width, table.shape[1],
-        page_step, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size,
-        BLOCK_P=power_of_two(width), num_warps=4 if width <= FEW_WARPS else 16,
-    )  # fmt: skip
+        pick_pages_kernel,
+        (rows,),
+        scores,
+        page_table,
+        page_table.stride(0),
+        seq_lens,
+        table,
+        width,
+        table.shape[1],
+        page_step,
+        NUM_KV_HEADS=num_kv_heads,
+        PAGE_SIZE=page_size,
+        BLOCK_P=power_of_two(width),
+        num_warps=4 if width <= FEW_WARPS else 16,
+    )
     return table
 
 

@@ -30,10 +30,17 @@ def make_draft_tree(
     positions = torch.zeros(num_tokens, dtype=torch.int32, device=parents.device)
     if num_seqs:
         launch(
-            draft_tree_kernel, (num_seqs,),
-            parents, starts, seq_lens, mask.view(torch.uint8), positions, num_tokens, width,
+            draft_tree_kernel,
+            (num_seqs,),
+            parents,
+            starts,
+            seq_lens,
+            mask.view(torch.uint8),
+            positions,
+            num_tokens,
+            width,
             num_warps=4,
-        )  # fmt: skip
+        )
     return mask, positions
 
 

@@ -24,10 +24,17 @@ def move_rows(
     num_seqs, width = slots.shape
     pieces = triton.cdiv(longest, BLOCK.value)
     launch(
-        move_rows_kernel, (stores.shape[0] * pieces, num_seqs),
-        stores, slots.contiguous(), path.contiguous(), num_accepted, pieces, width,
-        WORD=WORDS[word_bytes], num_warps=4,
-    )  # fmt: skip
+        move_rows_kernel,
+        (stores.shape[0] * pieces, num_seqs),
+        stores,
+        slots.contiguous(),
+        path.contiguous(),
+        num_accepted,
+        pieces,
+        width,
+        WORD=WORDS[word_bytes],
+        num_warps=4,
+    )
 
 
 @triton.jit(do_not_specialize=["pieces", "width"])

@@ -43,10 +43,22 @@ def share_pages(
     if num_seqs:
         launch(common_pages_kernel, (num_seqs,), *lengths, common, PAGE_SIZE=page_size, num_warps=4)
     launch(
-        share_pages_kernel, (num_seqs + 1,),
-        *lengths, common, cu_seqlens, table, spans, rest_table, rest_lens, num_tokens,
-        min_saved_keys, min_total_keys, PAGE_SIZE=page_size, LEVELS=levels, num_warps=4,
-    )  # fmt: skip
+        share_pages_kernel,
+        (num_seqs + 1,),
+        *lengths,
+        common,
+        cu_seqlens,
+        table,
+        spans,
+        rest_table,
+        rest_lens,
+        num_tokens,
+        min_saved_keys,
+        min_total_keys,
+        PAGE_SIZE=page_size,
+        LEVELS=levels,
+        num_warps=4,
+    )
     return cu_seqlens, table, spans, rest_table, rest_lens
 
 
