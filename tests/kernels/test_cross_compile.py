@@ -161,7 +161,8 @@ class Compiler:
 
     def __init__(self, cache: Path) -> None:
         root = str(KERNELS.parents[1])
-        environment = dict(os.environ, TRITON_CACHE_DIR=str(cache), PYTHONPATH=root)
+        path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = dict(os.environ, TRITON_CACHE_DIR=str(cache), PYTHONPATH=path)
         environment.pop("TRITON_INTERPRET", None)
         self.process = subprocess.Popen(
             [sys.executable, str(TESTS / "compile_cases.py")],
