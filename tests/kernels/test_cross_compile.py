@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -293,5 +294,6 @@ def test_a_compilation_ahead_that_fails_leaves_nothing_behind() -> None:
     with compiling_ahead():
         mode = active_mode.get()
         assert mode is not None
-        mode.submit("key", fail, lambda _: None)
+        ends = len(signature(mode.submit).parameters) - 2  # one of them until Triton 3.8
+        mode.submit("key", fail, *[lambda _: None] * ends)
     assert active_mode.get() is None
