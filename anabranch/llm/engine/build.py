@@ -188,14 +188,22 @@ def _load(
     cut: Callable[[Any], object] | None = None,
 ) -> LoadedModel:
     dtype = DTYPES[config.dtype] if config.dtype else None
-    loaded = load_model(
-        source,
-        device=device,
-        dtype=dtype,
-        attn_implementation=NAME,
-        progress=lambda what: say(what, 0, 0),
-        cut=cut,
-    )
+    try:
+        loaded = load_model(
+            source,
+            device=device,
+            dtype=dtype,
+            attn_implementation=NAME,
+            progress=lambda what: say(what, 0, 0),
+            cut=cut,
+        )
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise ValueError(  # from a table of its own, before weights are read
+            f"{source} has attention classes of its own and none for transformers' "
+            "AttentionInterface, so its keys cannot be kept in pages"
+        ) from error
     use_experts(loaded.model)
     use_router(loaded.model)
     use_latent_attention(loaded.model, max_workspace_mib=config.max_workspace_mib)
