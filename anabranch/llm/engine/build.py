@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -42,6 +43,7 @@ from anabranch.llm.speculative.draft_chain import DraftChain, chain_keys
 from anabranch.llm.speculative.draft_inputs import CATCH_UP
 from anabranch.llm.speculative.tree_chain import MAX_DEPTH, TreeChain
 
+log = logging.getLogger("anabranch")
 COMPILED_WEIGHTS = 1_000_000_000
 PACKAGES = ("anabranch", "torch", "transformers")  # that must be the same on every rank
 
@@ -66,6 +68,8 @@ def build(
     """Load, size and capture; among ranks, what this one runs. Rank 0 alone has the draft model."""
     register()
     device = config.resolve_device()
+    if device.type == "cpu" and config.dtype not in (None, "float32"):
+        log.warning("dtype %s on a CPU takes about twice the time of float32", config.dtype)
     say = progress or _silent
     target, draft = make_on_all(ranks, lambda: _load_models(config, device, say, ranks))
     if ranks is not None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, cast
 
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.engine import Engine
 from anabranch.llm.engine.outputs import RequestOutput
-from anabranch.llm.engine.prompts import Prompt, check_unicode
+from anabranch.llm.engine.prompts import Prompt, message_text
 from anabranch.llm.engine.request import Request
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.engine.turns import Turns
@@ -99,15 +99,17 @@ class LLM:
         finally:
             self._end([request])
 
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Tokens of a conversation by the model's chat template."""
+    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Tokens of a conversation by the model's chat template.
+
+        The content of a message is text, or a list of parts `{"type": "text", "text": ...}`.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError(f"{self.engine.model_name} has no chat template")
-        for message in messages:
-            check_unicode(message.get("content") or "")
+        plain = [dict(message) | {"content": message_text(message)} for message in messages]
         with self._turns.between_steps():
             ids = self.tokenizer.apply_chat_template(
-                list(messages), add_generation_prompt=True, return_dict=False
+                plain, add_generation_prompt=True, return_dict=False
             )
         return cast("list[int]", ids)
 
