@@ -1,14 +1,15 @@
 """How many small faults the tests notice: `make mutants`, an hour; `--minutes 15` for less.
 
 A random sample of mutations (tests/support/mutations.py) is applied one at a time in a scratch copy
-of the tree, and the tests of the changed file are run until one fails. Each run is a fork of a
-process that has imported what takes long. Mutations that change nothing anyone could see are listed
-with their reasons in tests/equivalent_mutants.json.
+of the tree, and tests of the changed file that run the changed line are run until one fails, the
+quickest first. Each run is a fork of a process that has imported what takes long. Mutations that
+change nothing anyone could see are listed with their reasons in tests/equivalent_mutants.json.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
+from line_traces import LineTraces  # noqa: E402
 from mutations import Mutation, find_mutations  # noqa: E402
 
 ROOMS = ("llm/engine", "llm/server", "llm/sampling", "llm/sequences", "keys", "distributed")
@@ -33,6 +35,7 @@ EQUIVALENT = ROOT / "tests" / "equivalent_mutants.json"
 WARM = ("torch", "transformers", "transformers.models.llama.modeling_llama", "triton", "numpy")
 WARM += ("pytest", "hypothesis", "gguf", "fastapi", "httpx", "openai", "uvicorn", "typer", "rich")
 LEAST_SECONDS, SLOWER = 60.0, 4.0  # until a run counts as hung; times what the tests usually take
+MOST_SECONDS = 60.0  # of tests that are run for a mutant, as they take without it
 
 ENGINE, SERVER, LLM = "tests/llm/engine/", "tests/llm/server/", "tests/llm/"
 SERVED = (f"{SERVER}test_server_parts.py", f"{SERVER}test_server_prompts.py")
@@ -63,6 +66,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{LLM}sampling/test_sampling_params.py",
         f"{LLM}sampling/test_sampler.py",
         f"{LLM}sampling/test_verify.py",
+        f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/sequences/": (
         f"{ENGINE}test_scheduler.py",
@@ -133,21 +137,51 @@ class Scratch:
                 if (ROOT / name).is_file():
                     shutil.copy(ROOT / name, target)
         self._time = time.time() - 1e6  # compiled files are found by whole seconds
-        self._usual: dict[tuple[str, ...], float | None] = {}
+        self._traces: dict[str, list[dict[str, Any]]] = {}  # by test file; none where it fails
+        self._kept = Path(tempfile.gettempdir(), f"mutants-{self._digest()}")
+        self._kept.mkdir(exist_ok=True)
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
+    def _digest(self) -> str:
+        """Of all files: traces are kept for the next run over the same ones."""
+        found = hashlib.sha256()
+        for path in sorted(self.root.rglob("*")):
+            found.update(path.read_bytes() if path.is_file() else b"")
+        return found.hexdigest()[:16]
+
+    def _trace(self, test: str) -> list[dict[str, Any]]:
+        """The tests of a file, each with the lines it runs."""
+        if test not in self._traces:
+            kept = self._kept / f"{Path(test).stem}.json"
+            if not kept.is_file():
+                self._run((test,), 3600, traced=kept)
+            if not kept.is_file():
+                print(f"tests fail without a mutation: {test}", flush=True)
+            self._traces[test] = json.loads(kept.read_text()) if kept.is_file() else []
+        return self._traces[test]
+
+    def _chosen(self, mutation: Mutation) -> tuple[tuple[str, ...], float]:
+        """Tests that run the mutated line, the quickest first, and their seconds.
+
+        Of lines that run at import or in another process, those of the file, or all.
+        """
+        path = mutation.path.removeprefix("anabranch/")
+        rows = [row for test in tests_of(mutation.path) for row in self._trace(test)]
+        of_file = [row for row in rows if path in row["files"]]
+        of_line = [row for row in of_file if mutation.line in row["files"][path]]
+        tests, total = list[str](), 0.0
+        for row in sorted(of_line or of_file or rows, key=lambda row: row["seconds"]):
+            if total < MOST_SECONDS:
+                tests.append(row["test"])
+                total += row["seconds"]
+        return tuple(tests), total
+
     def try_out(self, mutation: Mutation) -> Outcome | None:
-        """Run the tests of a mutated file; None where these fail without it."""
-        tests = tests_of(mutation.path)
-        if tests not in self._usual:
-            code, seconds = self._run(tests, 1e9)
-            self._usual[tests] = seconds if code == 0 else None
-            if code:
-                print(f"these tests fail without a mutation: {' '.join(tests)}", flush=True)
-        usual = self._usual[tests]
-        if usual is None:
+        """Run the tests of a mutated line; None where there are none that pass without it."""
+        tests, usual = self._chosen(mutation)
+        if not tests:
             return None
         source = (ROOT / mutation.path).read_bytes()
         self._write(mutation.path, mutation.apply(source))
@@ -163,12 +197,14 @@ class Scratch:
         (self.root / path).write_bytes(source)
         os.utime(self.root / path, (self._time, self._time))
 
-    def _run(self, tests: tuple[str, ...], limit: float) -> tuple[int | None, float]:
+    def _run(
+        self, tests: tuple[str, ...], limit: float, traced: Path | None = None
+    ) -> tuple[int | None, float]:
         """The exit code of pytest in a fork of this process, or None where it hangs."""
         start = time.monotonic()
         child = os.fork()
         if not child:
-            self._test(tests)
+            self._test(tests, traced)
         code: int | None = None
         while time.monotonic() - start < limit:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -182,7 +218,7 @@ class Scratch:
             os.waitpid(child, 0)
         return code, time.monotonic() - start
 
-    def _test(self, tests: tuple[str, ...]) -> None:
+    def _test(self, tests: tuple[str, ...], traced: Path | None) -> None:
         """Never returns."""
         code = 70
         try:
@@ -196,7 +232,8 @@ class Scratch:
             sys.path.remove(str(ROOT / "tests" / "support"))
             pytest: Any = import_module("pytest")
             options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            code = int(pytest.main([*options, *tests]))
+            plugins = [LineTraces(self.root / "anabranch", traced)] if traced else []
+            code = int(pytest.main([*options, *tests], plugins))
         finally:
             os._exit(code)
 
@@ -240,10 +277,11 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--only", default="", help="paths that contain this")
+    parser.add_argument("--only", default="", help="paths that contain one of these, by commas")
     parser.add_argument("--out", type=Path, default=Path("mutants.json"))
     given = parser.parse_args()
-    sample = [each for each in all_mutations() if given.only in each.path]
+    wanted = given.only.split(",")
+    sample = [each for each in all_mutations() if any(name in each.path for name in wanted)]
     random.Random(given.seed).shuffle(sample)
     warm_up()
     context = multiprocessing.get_context("fork")
