@@ -183,7 +183,7 @@ class Scratch:
         tests, usual = self._chosen(mutation)
         if not tests:
             return None
-        source = (ROOT / mutation.path).read_bytes()
+        source = (self.root / mutation.path).read_bytes()
         self._write(mutation.path, mutation.apply(source))
         try:
             code, seconds = self._run(tests, max(LEAST_SECONDS, SLOWER * usual))
