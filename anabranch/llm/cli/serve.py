@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from anabranch.llm.cli.engine_options import SPECULATIVE, ServingOptions
+from anabranch.llm.cli.engine_options import DRAFTS, SPECULATIVE, ServingOptions
 from anabranch.llm.cli.options import add_command, new_app, option
 
 KEY_VARIABLE = "ANABRANCH_API_KEY"
@@ -37,7 +37,7 @@ class ServeCommandOptions(ServingOptions):
         None, f"Key that clients must send; {KEY_VARIABLE} unless given; none without either."
     )
     served_name: str | None = option(None, "Name of the model for clients.")
-    speculative: str = option("ngram", "Where drafts come from.", choices=SPECULATIVE)
+    speculative: str | None = option(None, DRAFTS, choices=SPECULATIVE)
     max_queue: int = option(256, "Sequences that may wait; further requests get 429.")
     max_body_mib: int = option(8, "Largest request body, in MiB.")
     max_request_seconds: float = option(600.0, "Longest time for one request.")

@@ -290,6 +290,18 @@ def test_text_prompts(llm: LLM) -> None:
     with pytest.raises(ValueError, match="lone surrogate"):
         llm.chat_prompt([{"role": "user", "content": "\udfff"}])
     chat = llm.chat_prompt([{"role": "user", "content": "hi"}])
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert llm.chat_prompt([{"role": "user", "content": parts}]) == chat
+    image = {"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}
+    for wrong, message in (
+        ([parts[0], image], "of type 'text', got 'image_url'"),
+        ([{"type": "text"}], "holds text, got None"),
+        ([{"type": "text", "text": "\udfff"}], "lone surrogate"),
+        ([7], "holds text, got 7"),
+        ({"type": "text"}, "text or a list of parts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.chat_prompt([{"role": "user", "content": wrong}])
     assert "hi" in llm.tokenizer.decode(chat) and isinstance(chat[0], int)
 
 

@@ -757,6 +757,7 @@ METRICS = [
     "prefix_cache_queries_total",
     "num_preemptions_total",
     "kv_cache_saturated_elements_total",
+    "nan_logits_rows_total",
     "prompt_tokens_total",
     "generation_tokens_total",
     "spec_decode_num_drafts_total",
