@@ -10,6 +10,11 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from anabranch.llm.sampling.params import LARGEST_FACTOR, SamplingParams
 
 MAX_LOGPROBS = 20
+# Each sequence of a request pays for these at its start or at every token.
+MAX_STOPS = 256
+MAX_STOP_CHARS = 8192  # of all stop strings together
+MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
 
 
 def _encodable(text: str) -> str:
@@ -22,10 +27,26 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _short_enough(strings: list[str]) -> list[str]:
+    if (size := sum(map(len, strings))) > MAX_STOP_CHARS:
+        raise ValueError(
+            f"must have at most {MAX_STOP_CHARS} characters in all its strings, got {size}"
+        )
+    return strings
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
-Bias = dict[Text, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
+Stops = Annotated[
+    list[Text], Field(fail_fast=True, max_length=MAX_STOPS), AfterValidator(_short_enough)
+]
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS), AfterValidator(_encodable)]
+StopIds = Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)]
+Bias = Annotated[
+    dict[Text, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],
+    Field(max_length=MAX_BIASES),
+]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -112,10 +133,13 @@ class SamplingFields(IgnoredFields):
     seed: int | None = described(
         None, "Repeats the same random choices.", 42, ge=-(1 << 63), lt=1 << 63
     )
-    stop: Text | Texts | None = described(
-        None, "A text, or a list of texts, before which the answer ends.", ["\n\n", "User:"]
+    stop: StopText | Stops | None = described(
+        None,
+        f"A text, or a list of at most {MAX_STOPS} texts, before which the answer ends; together "
+        f"at most {MAX_STOP_CHARS} characters.",
+        ["\n\n", "User:"],
     )
-    stop_token_ids: TokenIds | None = described(None, "Tokens at which the answer ends.", [2])
+    stop_token_ids: StopIds | None = described(None, "Tokens at which the answer ends.", [2])
     include_stop_str_in_output: bool | None = described(
         False, "Keep the stop text at the end of the answer.", True
     )
