@@ -42,6 +42,9 @@ class ServeCommandOptions(ServingOptions):
     max_body_mib: int = option(8, "Largest request body, in MiB.")
     max_request_seconds: float = option(600.0, "Longest time for one request.")
     max_prompt_tokens: int | None = option(None, "Longest prompt; the context length unless given.")
+    max_prompt_logprobs: int = option(
+        1 << 18, "Most logprobs of prompts in an answer: tokens times likely tokens at each."
+    )
     header_seconds: float = option(20.0, "Time for the headers of a request to arrive.")
     body_seconds: float = option(60.0, "Time for the body of a request to arrive.")
     drain_seconds: float = option(60.0, "Time for open requests to finish after SIGTERM.")
@@ -77,6 +80,7 @@ def serve(options: ServeCommandOptions) -> None:
             max_body_bytes=options.max_body_mib << 20,
             max_request_seconds=options.max_request_seconds,
             max_prompt_tokens=options.max_prompt_tokens,
+            max_prompt_logprobs=options.max_prompt_logprobs,
             header_seconds=options.header_seconds,
             body_seconds=options.body_seconds,
         ),

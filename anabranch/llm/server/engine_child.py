@@ -19,7 +19,7 @@ import torch
 
 from anabranch.llm.engine.engine import Engine
 from anabranch.llm.server.channel import Channel
-from anabranch.llm.server.deltas import DeltaCursor, RequestDelta, pack
+from anabranch.llm.server.deltas import DeltaCursor, RequestDelta
 from anabranch.llm.server.messages import (
     Abort,
     Add,
@@ -88,14 +88,15 @@ class EngineLoop:
                 self._channel.send(Broken(request.request_id, request.error or ""))
                 continue
             try:
-                deltas.append(self._cursors[request.request_id].delta())
+                delta = self._cursors[request.request_id].delta()
+                deltas += [] if delta is None else [delta]
             except Exception as error:
                 self._give_up(request.request_id, error)
         for delta in deltas:
             if delta.finished:
                 del self._cursors[delta.request_id]
         if deltas:
-            self._channel.send(Outputs(pack(deltas)))
+            self._channel.send(Outputs(deltas))
 
     def _give_up(self, request_id: str, error: Exception) -> None:
         traceback.print_exception(error, file=sys.stderr)

@@ -18,7 +18,7 @@ from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.server.channel import Channel
 from anabranch.llm.server.delta_listener import DeltaListener
-from anabranch.llm.server.deltas import RequestDelta, unpack
+from anabranch.llm.server.deltas import RequestDelta
 from anabranch.llm.server.errors import RequestBroken, RequestRefused
 from anabranch.llm.server.messages import (
     Abort,
@@ -184,8 +184,8 @@ class EngineProcess:
 
     def _dispatch(self, message: Outputs | Refused | Broken) -> None:
         match message:
-            case Outputs(packed):
-                for delta in unpack(packed):
+            case Outputs(deltas):
+                for delta in deltas:
                     self._put(delta)
             case Refused(request_id, reason):
                 self._fail(request_id, RequestRefused(reason))

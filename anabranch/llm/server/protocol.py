@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, WithJsonSchema
 
 from anabranch.llm.sampling.params import LARGEST_FACTOR, SamplingParams
 
@@ -155,7 +155,8 @@ class SamplingFields(IgnoredFields):
     )
     prompt_logprobs: int | None = described(
         None,
-        "Return this many likely tokens at each place of the prompt. Not in a stream.",
+        "Return this many likely tokens at each place of the prompt, with its first choice. Not in "
+        "a stream.",
         1,
         ge=0,
         le=MAX_LOGPROBS,
@@ -240,12 +241,29 @@ class TokenOrigin(BaseModel):
     logprob: float | None
 
 
-class PromptLogprob(BaseModel):
-    """Of one token at a place of the prompt."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+_PROMPT_LOGPROB = {
+    "type": "object",
+    "properties": {
+        "logprob": {"type": "number"},
+        "rank": {"type": "integer"},
+        "decoded_token": {"type": "string"},
+    },
+    "required": ["logprob", "rank", "decoded_token"],
+}
+# At each place of a prompt None or, by token id, what `_PROMPT_LOGPROB` describes. There may be
+# hundreds of thousands: as models they take ten times as long to make and to write.
+PromptLogprobs = Annotated[
+    list[Any],
+    SkipValidation,
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    {"type": "object", "additionalProperties": _PROMPT_LOGPROB},
+                    {"type": "null"},
+                ]
+            },
+        }
+    ),
+]

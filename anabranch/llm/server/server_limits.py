@@ -20,6 +20,7 @@ class ServerLimits:
     max_body_bytes: int = 8 << 20
     max_request_seconds: float = 600.0
     max_prompt_tokens: int | None = None  # what the model's context allows, if not given
+    max_prompt_logprobs: int = 1 << 18  # of all prompts of a request, each time they are written
     header_seconds: float = 20.0  # for the headers of a request to arrive
     body_seconds: float = 60.0  # for its body to arrive
 
@@ -28,6 +29,10 @@ class ServerLimits:
             raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
         if self.max_body_bytes < 1:
             raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        if self.max_prompt_logprobs < 0:
+            raise ValueError(
+                f"max_prompt_logprobs must be at least 0, got {self.max_prompt_logprobs}"
+            )
         for name in ("max_request_seconds", "header_seconds", "body_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")

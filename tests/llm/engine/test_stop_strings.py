@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 pytest.importorskip("transformers")
 
-from anabranch.llm.engine import text_stream  # noqa: E402
-from anabranch.llm.engine.stop_strings import START, StopStrings  # noqa: E402
-from anabranch.llm.engine.text_stream import TextStream  # noqa: E402
+from anabranch.llm.engine import text_stream
+from anabranch.llm.engine.stop_strings import START, StopStrings
+from anabranch.llm.engine.text_stream import TextStream
 
 STRINGS = st.lists(st.text("ab<", min_size=1, max_size=6), max_size=6)
 

@@ -157,7 +157,7 @@ def test_a_report_that_fails_ends_no_other() -> None:
     loop._step()
     bad, worse, outputs = sent
     assert (bad.request_id, worse) == ("bad", Broken("worse", "no text"))
-    assert [each[0] for each in outputs.packed] == ["good"]
+    assert [each.request_id for each in outputs.deltas] == ["good"]
     assert not loop._cursors
 
 
