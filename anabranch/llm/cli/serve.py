@@ -51,6 +51,9 @@ class ServeCommandOptions(ServingOptions):
     max_engine_restarts: int = option(
         3, "Restarts of a failed engine in ten minutes; after these, or with 0, exit with code 3."
     )
+    max_step_seconds: float = option(
+        600.0, "Longest step of an engine; one that takes longer hangs, and is started again."
+    )
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose pages may call the server, or '*' for any. May be repeated."
     )
@@ -86,6 +89,7 @@ def serve(options: ServeCommandOptions) -> None:
         ),
         cors_origins=options.cors_origin,
         max_engine_restarts=options.max_engine_restarts,
+        max_step_seconds=options.max_step_seconds,
         drain_seconds=options.drain_seconds,
         log_level=options.log_level,
         progress=progress_bars(),

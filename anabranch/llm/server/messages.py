@@ -88,6 +88,12 @@ class Failed(NamedTuple):
     trace: str
 
 
+class Beat(NamedTuple):
+    """The engine's process lives; how long the step under way has taken."""
+
+    step_seconds: float  # 0 when there is none
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """Counts of the engine at one moment."""
