@@ -40,7 +40,7 @@ OPEN_SECONDS = 5.0  # that the server waits for headers and bodies
 KILL_SECONDS = 1.0  # after a kill in which requests count as in flight
 NUM_KILLS = 2
 SETTLE_SECONDS = 15.0
-HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BODY = HEAD + b'Content-Length: 90\r\n\r\n{"prompt": "'
 SERVE = """
 import sys

@@ -47,6 +47,9 @@ class ServeCommandOptions(ServingOptions):
     )
     header_seconds: float = option(20.0, "Time for the headers of a request to arrive.")
     body_seconds: float = option(60.0, "Time for the body of a request to arrive.")
+    max_connections: int = option(
+        1024, "Open connections; one more ends the one that has waited longest for a request."
+    )
     drain_seconds: float = option(60.0, "Time for open requests to finish after SIGTERM.")
     max_engine_restarts: int = option(
         3, "Restarts of a failed engine in ten minutes; after these, or with 0, exit with code 3."
@@ -56,6 +59,11 @@ class ServeCommandOptions(ServingOptions):
     )
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose pages may call the server, or '*' for any. May be repeated."
+    )
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Name under which requests may come, beside this machine's own, or '*' for any; on an "
+        "address of this machine only, others are refused. May be repeated.",
     )
     log_level: str = option("info", "Least severe messages that are logged.", choices=LOG_LEVELS)
 
@@ -86,8 +94,10 @@ def serve(options: ServeCommandOptions) -> None:
             max_prompt_logprobs=options.max_prompt_logprobs,
             header_seconds=options.header_seconds,
             body_seconds=options.body_seconds,
+            max_connections=options.max_connections,
         ),
         cors_origins=options.cors_origin,
+        allowed_hosts=options.allowed_host,
         max_engine_restarts=options.max_engine_restarts,
         max_step_seconds=options.max_step_seconds,
         drain_seconds=options.drain_seconds,
