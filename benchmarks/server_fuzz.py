@@ -129,7 +129,8 @@ class Fuzzer:
             status, answer = 500, repr(error).encode()
         self.outcome.statuses[status] += 1
         self.outcome.paths[f"{case.method} {case.operation.path}"] += 1
-        broken = b'"error"' in answer and b"data: " in answer  # after the status of a stream
+        # an error after the status of a stream
+        broken = answer.startswith(b"data: ") and b'data: {"error"' in answer
         if status >= 500 or broken:
             where = f"{given['method']} {given['url'][:200]} {body[:400]!r}"
             self.outcome.failures.append(f"{status} {answer[-300:]!r} to {where}")
