@@ -50,8 +50,12 @@ async def serving(
     server = SoakedServer(family, ranks=ranks)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=server.url, timeout=120, limits=limits) as client:
-        await server.until_healthy(client)
-        yield server, client
+        try:
+            await server.until_healthy(client)
+            yield server, client
+        except BaseException:
+            server.kill()
+            raise
 
 
 @asynccontextmanager
@@ -155,7 +159,7 @@ def misses(tally: Tally, left: int, before: dict[str, Any], after: dict[str, Any
 async def compare_readers(seconds: float) -> dict[str, Any]:
     """A bystander beside readers of long answers: none, fast ones, slow ones."""
     row: dict[str, Any] = {"phase": "readers", "missed": []}
-    async with serving("byte-level") as (server, client):
+    async with serving("byte-level") as (server, _):
         for kind, number in (("none", 0), ("fast", READERS), ("slow", READERS)):
             tally = Tally()
             readers = [
