@@ -7,6 +7,7 @@ import secrets
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from anabranch.llm.server.body_values import MAX_CONTAINERS, MAX_VALUES, has_many_values
 from anabranch.llm.server.errors import ApiError
 from anabranch.llm.server.host_names import HostNames
 
@@ -88,15 +89,24 @@ class Gate:
         return ApiError(413, f"the body exceeds {self._max_bytes} bytes; send less at once")
 
     def _counted(self, receive: Receive) -> Receive:
-        """For bodies that do not say how long they are."""
-        size = 0
+        """For bodies that do not say how long they are, and for what they hold."""
+        size, chunks = 0, list[bytes]()
 
         async def counted() -> Message:
             nonlocal size
             message = await receive()
-            size += len(message.get("body", b""))
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
             if size > self._max_bytes:
                 raise self._too_large()
+            if not message.get("more_body"):
+                if has_many_values(chunks):
+                    raise ApiError(
+                        413,
+                        f"the body holds more than {MAX_VALUES} values or {MAX_CONTAINERS} lists "
+                        "and objects; send less at once",
+                    )
+                chunks.clear()
             return message
 
         return counted

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from starlette.routing import Route  # noqa: E402
 
 from anabranch.llm.server import command  # noqa: E402
 from anabranch.llm.server.app import make_app  # noqa: E402
+from anabranch.llm.server.body_values import has_many_values  # noqa: E402
 from anabranch.llm.server.command import serve  # noqa: E402
 from anabranch.llm.server.host_names import HostNames, is_loopback  # noqa: E402
 from anabranch.llm.server.server_limits import ServerLimits  # noqa: E402
@@ -22,6 +24,7 @@ from anabranch.llm.server.service import Service  # noqa: E402
 
 SERVICE = cast("Service", SimpleNamespace(limits=ServerLimits()))
 KEY = "s3cret"
+JSON = "application/json"
 NEED_NO_KEY = {"/", "/docs", "/openapi.json", "/health", "/version", "/metrics", "/stats"}
 
 
@@ -124,6 +127,28 @@ def test_what_a_server_is_called(
     for name, answered in answers.items():
         client = TestClient(apps[0], base_url=f"http://{name}")
         assert client.get("/version").status_code == (200 if answered else 403)
+
+
+@pytest.mark.parametrize(
+    ("body", "many"),
+    [
+        ({"prompt": [5] * (1 << 19)}, False),
+        ({"prompt": [5] * ((1 << 19) + 1)}, True),
+        ({"prompt": ["a"] * ((1 << 19) + 1)}, True),
+        ({"prompt": [[5]] * ((1 << 15) - 2)}, False),
+        ({"prompt": [[5]] * (1 << 15)}, True),
+        ({"messages": [{"role": "user"}] * (1 << 15)}, True),
+        ({"prompt": '[{,"' * (1 << 19)}, False),
+        ({"prompt": ['\\"[{,' * (1 << 18), "\\", [5]]}, False),
+    ],
+)
+def test_bodies_of_many_values_are_not_parsed(body: Any, many: bool) -> None:
+    """Marks within texts are no values."""
+    encoded = json.dumps(body, separators=(",", ":")).encode()
+    assert has_many_values([encoded[:1000], encoded[1000:]]) == many
+    client = TestClient(make_app(SERVICE), base_url="http://localhost")
+    answer = client.post("/detokenize", content=encoded, headers={"content-type": JSON})
+    assert answer.status_code == (413 if many else 400)  # there is no field `tokens`
 
 
 def test_addresses_of_this_machine_only() -> None:
