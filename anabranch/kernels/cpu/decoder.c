@@ -21,26 +21,26 @@ static void rotate(float *x, const float *cos, const float *sin, long rows, long
 }
 
 /* joined [rows, n] = norm(x) @ w.T + bias, of which the first heads are rotated. */
-void layer_inputs(const float *x, const float *norm, const float *w, const float *bias,
+void layer_inputs(const float *x, const float *norm, const struct matrix *w, const float *bias,
                   const float *cos, const float *sin, float *normed, float *joined, long rows,
-                  long hidden, long n, long num_rotated, long dim, float epsilon,
-                  int num_threads) {
-  rms_norm(x, norm, normed, rows, hidden, epsilon, num_threads);
-  packed_linear(normed, w, bias, 0, joined, rows, n, hidden, num_threads);
-  rotate(joined, cos, sin, rows, n, num_rotated, dim, num_threads);
+                  long num_rotated, long dim, float epsilon, int num_threads) {
+  rms_norm(x, norm, normed, rows, w->k, epsilon, num_threads);
+  packed_linear(w, normed, bias, 0, joined, rows, num_threads);
+  rotate(joined, cos, sin, rows, w->n, num_rotated, dim, num_threads);
 }
 
 /* middle = x + attended @ o.T + bias; y = middle + gated(norm(middle) @ gate_up.T) @ down.T.
    room holds rows * (2 * hidden + 3 * inner) numbers. */
-void layer_outputs(const float *x, const float *attended, const float *o, const float *o_bias,
-                   const float *norm, const float *gate_up, const float *down, float *room,
-                   float *y, long rows, long hidden, long width, long inner, float epsilon,
+void layer_outputs(const float *x, const float *attended, const struct matrix *o,
+                   const float *o_bias, const float *norm, const struct matrix *gate_up,
+                   const struct matrix *down, float *room, float *y, long rows, float epsilon,
                    int num_threads) {
+  long hidden = o->n, inner = down->k;
   float *middle = room, *normed = middle + rows * hidden, *joined = normed + rows * hidden;
   float *gated = joined + rows * 2 * inner;
-  packed_linear(attended, o, o_bias, x, middle, rows, hidden, width, num_threads);
+  packed_linear(o, attended, o_bias, x, middle, rows, num_threads);
   rms_norm(middle, norm, normed, rows, hidden, epsilon, num_threads);
-  packed_linear(normed, gate_up, 0, 0, joined, rows, 2 * inner, hidden, num_threads);
+  packed_linear(gate_up, normed, 0, 0, joined, rows, num_threads);
   silu_gate(joined, gated, rows, inner, num_threads);
-  packed_linear(gated, down, 0, middle, y, rows, hidden, inner, num_threads);
+  packed_linear(down, gated, 0, middle, y, rows, num_threads);
 }

@@ -20,12 +20,13 @@ FOLDER = Path(__file__).parent
 OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES = {
-    "packed_linear": (*[POINTER] * 5, *[LONG] * 3, INT),
+    "packed_linear": (*[POINTER] * 5, LONG, INT),
+    "packed_rows": (*[POINTER] * 3, LONG, INT),
     "rms_norm": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
     "silu_gate": (POINTER, POINTER, LONG, LONG, INT),
     "hold_team": (INT,),
-    "layer_inputs": (*[POINTER] * 8, *[LONG] * 5, FLOAT, INT),
-    "layer_outputs": (*[POINTER] * 9, *[LONG] * 4, FLOAT, INT),
+    "layer_inputs": (*[POINTER] * 8, *[LONG] * 3, FLOAT, INT),
+    "layer_outputs": (*[POINTER] * 9, LONG, FLOAT, INT),
     "attend_pages": (*[POINTER] * 15, FLOAT, INT),
     "encode_rows": (*[POINTER] * 5, INT),
 }
