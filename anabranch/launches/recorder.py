@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.launches import driver
+from anabranch.launches.compile_ahead import is_ahead
 from anabranch.launches.extension import load_launches
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -69,7 +70,10 @@ _current = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start a kernel of Triton or Gluon."""
+    """Start a kernel of Triton or Gluon; ahead of its time it is compiled only."""
+    if is_ahead():
+        kernel.warmup(*arguments, grid=grid, **options)
+        return
     compiled = kernel[grid](*arguments, **options)
     recording: Recording | None = getattr(_current, "recording", None)
     if recording is not None:
@@ -81,7 +85,7 @@ class _Watch(TorchDispatchMode):
     """Notes operations of torch that would have to run again."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +95,7 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def record() -> Iterator[Recording]:
+def record() -> Generator[Recording]:
     """Record what is launched inside."""
     outer, recording = getattr(_current, "recording", None), Recording()
     _current.recording = recording
@@ -151,7 +155,8 @@ def _flatten(
 ) -> Iterator[Parameter]:
     """The parameters of an argument, as the type says that Triton's compiler gives it."""
     if isinstance(kind, tuple):
-        for inner, each in zip(kind, value, strict=True):
+        inner: Any
+        for inner, each in zip(cast("tuple[Any, ...]", kind), value, strict=True):
             yield from _flatten(inner, each, maps, groups)
     elif kind.startswith("tensordesc"):
         yield from _flatten_map(value, next(maps, None), groups)

@@ -21,8 +21,8 @@ from cases import (
 
 from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, attend, make_plan
 from anabranch.append import append_kv
-from anabranch.kernels.compile_ahead import compiling_ahead
 from anabranch.kernels.config import AttendConfig
+from anabranch.launches.compile_ahead import compiling_ahead
 
 pytestmark = pytest.mark.gpu
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

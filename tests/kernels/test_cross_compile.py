@@ -16,7 +16,7 @@ from compile_cases import CASES
 
 import anabranch
 from anabranch.kernels.compile import TARGETS, waits_first
-from anabranch.kernels.compile_ahead import compiling_ahead
+from anabranch.launches.compile_ahead import compiling_ahead
 
 KERNELS = Path(anabranch.__file__).parent / "kernels"
 TESTS = Path(__file__).parents[1] / "support"

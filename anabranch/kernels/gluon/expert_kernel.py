@@ -18,6 +18,7 @@ from anabranch.kernels.gluon.barriers import make_barriers
 from anabranch.kernels.gluon.boxes import shared_layout
 from anabranch.kernels.gluon.expert_consumer import consume_tiles
 from anabranch.kernels.gluon.expert_copies import make_tile_queue, produce_tiles
+from anabranch.launches.recorder import launch
 
 CONSUMER_REGISTERS = gl.constexpr(224)  # of a thread: three warpgroups have 168 on average
 PRODUCER_REGISTERS = gl.constexpr(56)
@@ -74,7 +75,9 @@ def _launch(
         even=not k % tiles.block_k,
     )
     bound = num_rows // BLOCK_M + min(num_rows, num_experts)
-    expert_rows_kernel[min(num_programs, bound * triton.cdiv(n, c.columns)),](
+    launch(
+        expert_rows_kernel,
+        (min(num_programs, bound * triton.cdiv(n, c.columns)),),
         None if c.gathers else _boxes(x, 64, c),
         x if c.gathers else None,
         x.stride(0) // 8,

@@ -15,6 +15,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.triton.addressing import Rows
+from anabranch.launches.recorder import launch
 
 BLOCK_R = 64  # latent columns of a program
 
@@ -32,9 +33,9 @@ def absorb_queries(
     rotary = absorbed.shape[2] - rank
     nope = head_dim - rotary
     block_m = min(max(power_of_two(num_tokens), 16), 64)
-    absorb_queries_kernel[
-        (triton.cdiv(rank, BLOCK_R), num_heads, triton.cdiv(num_tokens, block_m))
-    ](
+    launch(
+        absorb_queries_kernel,
+        (triton.cdiv(rank, BLOCK_R), num_heads, triton.cdiv(num_tokens, block_m)),
         Rows(q, *q.stride()),
         w,
         Rows(absorbed, *absorbed.stride()),

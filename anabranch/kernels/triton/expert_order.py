@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.config import power_of_two
+from anabranch.launches.recorder import launch
 
 BLOCK = 8192  # rows looked at once
 FEW_ROWS = 1024  # that four warps look at
@@ -28,7 +29,9 @@ def order_experts(
     """
     num_experts = starts.shape[0] - 1
     block = min(BLOCK, max(power_of_two(experts.shape[0]), 16))
-    order_experts_kernel[(num_experts,)](
+    launch(
+        order_experts_kernel,
+        (num_experts,),
         experts,
         order,
         starts,

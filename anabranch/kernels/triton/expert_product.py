@@ -12,6 +12,7 @@ import triton.language as tl
 
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.expert_config import ExpertConfig
+from anabranch.launches.recorder import launch
 
 
 def gate_experts(
@@ -53,7 +54,9 @@ def _launch(
 ) -> None:
     num_rows, num_experts, n = order.shape[0], w.shape[0], y.shape[1]
     num_tiles = num_rows // config.block_m + min(num_rows, num_experts)
-    expert_product_kernel[(num_tiles, triton.cdiv(n, config.block_n))](
+    launch(
+        expert_product_kernel,
+        (num_tiles, triton.cdiv(n, config.block_n)),
         x,
         w,
         order,

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.triton.linear import load_weights
+from anabranch.launches.recorder import launch
 
 BLOCK_N = 4  # rows of a weight that a program reads at once,
 BLOCK_K = 2048  # and columns of them, or half as many
@@ -32,7 +33,9 @@ def gate_row(
 ) -> None:
     """Write silu(gate) * up of the token for each of its experts."""
     (k,), (top_k, n) = x.shape, y.shape
-    gate_row_kernel[(triton.cdiv(n, BLOCK_N // 2), top_k)](
+    launch(
+        gate_row_kernel,
+        (triton.cdiv(n, BLOCK_N // 2), top_k),
         x,
         w,
         experts,
@@ -58,7 +61,9 @@ def project_row(
 ) -> None:
     """Write the weighted sum of the products of the token's experts."""
     (top_k, k), (n,) = x.shape, y.shape
-    project_row_kernel[(triton.cdiv(n, BLOCK_N),)](
+    launch(
+        project_row_kernel,
+        ((triton.cdiv(n, BLOCK_N),)),
         x,
         w,
         experts,

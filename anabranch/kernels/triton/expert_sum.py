@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.config import power_of_two
+from anabranch.launches.recorder import launch
 
 BLOCK = 1024  # columns of a program: 16 bytes a thread, of 16-bit elements
 
@@ -18,8 +19,15 @@ def sum_experts(
     """Write the sum of each token's rows, added in float32 in the order of its choices."""
     num_tokens, n = y.shape
     block = min(BLOCK, power_of_two(n))
-    sum_experts_kernel[(num_tokens, triton.cdiv(n, block))](
-        x, y, n, TOP_K=x.shape[0] // num_tokens, BLOCK=block, num_warps=4
+    launch(
+        sum_experts_kernel,
+        (num_tokens, triton.cdiv(n, block)),
+        x,
+        y,
+        n,
+        TOP_K=x.shape[0] // num_tokens,
+        BLOCK=block,
+        num_warps=4,
     )
 
 

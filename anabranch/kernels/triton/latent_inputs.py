@@ -14,6 +14,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.triton.addressing import Rows
+from anabranch.launches.recorder import launch
 
 BLOCK_H = 8  # heads of a program
 
@@ -36,7 +37,9 @@ def latent_inputs(
     rank = norm.shape[0]
     rotary = latent.shape[1] - rank
     nope = head_dim - rotary
-    latent_inputs_kernel[(num_tokens, 1 + triton.cdiv(num_heads, BLOCK_H))](
+    launch(
+        latent_inputs_kernel,
+        (num_tokens, 1 + triton.cdiv(num_heads, BLOCK_H)),
         Rows(q, *q.stride()),
         latent,
         cos,

@@ -16,6 +16,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.linear_config import LinearConfig, every_linear_config, fit_linear
+from anabranch.launches.recorder import launch
 
 
 def linear(
@@ -30,7 +31,9 @@ def linear(
     """Write w @ x + bias into `y`; gated, silu of the first half times the second."""
     k, n = x.shape[0], y.shape[0]
     outputs = config.block_n // 2 if gated else config.block_n
-    linear_kernel[(triton.cdiv(n, outputs),)](
+    launch(
+        linear_kernel,
+        ((triton.cdiv(n, outputs),)),
         x,
         w,
         bias,

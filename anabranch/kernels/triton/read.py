@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.launches.recorder import launch
+
 BLOCK = 4096
 
 
@@ -13,7 +15,7 @@ def read(values: torch.Tensor, num_programs: int) -> torch.Tensor:
     """Read all of an int32 vector, whose length is a multiple of the block."""
     sums = torch.empty(num_programs, dtype=torch.int32, device=values.device)
     num_blocks = values.numel() // BLOCK
-    read_kernel[num_programs,](values, sums, num_blocks, BLOCK=BLOCK, num_warps=8)
+    launch(read_kernel, (num_programs,), values, sums, num_blocks, BLOCK=BLOCK, num_warps=8)
     return sums
 
 

@@ -20,6 +20,7 @@ from anabranch.kernels.config import power_of_two
 from anabranch.kernels.route_config import RouteConfig, every_route_case, fit_route, select_route
 from anabranch.kernels.triton.choose_experts import choose_experts
 from anabranch.kernels.triton.expert_product import load_columns
+from anabranch.launches.recorder import launch
 
 ROWS = 16  # tokens whose experts are chosen at once; more do not fit into registers
 
@@ -58,7 +59,9 @@ def route_experts(
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
         if arrived is None or arrived.shape[0] < num_blocks:
             arrived = torch.zeros(num_blocks, dtype=torch.int32, device=x.device)
-    route_experts_kernel[(num_blocks, parts)](
+    launch(
+        route_experts_kernel,
+        (num_blocks, parts),
         x,
         w,
         bias,
