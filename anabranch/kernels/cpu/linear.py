@@ -17,6 +17,7 @@ from anabranch.kernels.cpu.tiles import TILES, num_bytes
 
 FLOAT_PANEL = 32  # outputs that lie side by side in packed floats
 F32 = "F32"
+FLOAT_INPUTS = 2  # where a table says whether inputs stay floats
 
 
 class WeightPart(NamedTuple):

@@ -20,6 +20,7 @@ from anabranch.llm.models.gated import GatedMLP
 from anabranch.llm.models.join import JoinedLinears
 from anabranch.llm.models.norm import CpuRMSNorm
 from anabranch.llm.models.packed_linear import PackedLinear
+from anabranch.llm.models.packed_weight import exact_products
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 RECORDER = "anabranch_recorder"
@@ -88,7 +89,7 @@ def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeigh
     before = AttentionWeights(
         norms[0].weight,
         norms[0].epsilon,
-        qkv.packed,
+        qkv.packed.table,
         qkv.bias,
         qkv.out_features,
         (q_size + k_size) // dim,
@@ -96,7 +97,13 @@ def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeigh
     )
     inner = down.in_features
     after = OutputWeights(
-        o.packed, o.bias, norms[1].weight, norms[1].epsilon, gate_up.packed, down.packed, inner
+        o.packed.table,
+        o.bias,
+        norms[1].weight,
+        norms[1].epsilon,
+        gate_up.packed.table,
+        down.packed.table,
+        inner,
     )
     return (q_size // dim, k_size // dim), before, after
 
@@ -125,7 +132,7 @@ def _fused(layer: nn.Module) -> CpuDecoderLayer | None:
         x = torch.randn(1, NUM_TOKENS, len(before.norm))
         cos, sin = (torch.randn(1, NUM_TOKENS, before.head_dim) for _ in range(2))
         inputs: Any = {"position_embeddings": (cos, sin), "attention_mask": None}
-        with _recorded(cast("Any", layer).self_attn.config) as calls:
+        with _recorded(cast("Any", layer).self_attn.config) as calls, exact_products(layer):
             expected: Any = layer(x, **inputs)
             arguments = {name: calls[0][name] for name in calls[0].keys() - IGNORED}
             fused = CpuDecoderLayer(layer, arguments)
