@@ -27,10 +27,11 @@ SIGNATURES = {
     "hold_team": (INT,),
     "layer_inputs": (*[POINTER] * 8, *[LONG] * 3, FLOAT, INT),
     "layer_outputs": (*[POINTER] * 9, LONG, FLOAT, INT),
+    "run_layers": (*[POINTER] * 5, *[LONG] * 4, INT),
     "attend_pages": (*[POINTER] * 15, FLOAT, INT),
     "encode_rows": (*[POINTER] * 5, INT),
 }
-NUMBERED = {"attend_pages", "encode_rows"}  # that return a number
+NUMBERED = {"run_layers", "attend_pages", "encode_rows"}  # that return a number
 _log = logging.getLogger(__name__)
 
 

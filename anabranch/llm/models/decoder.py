@@ -16,6 +16,7 @@ from anabranch.kernels.cpu.decoder import (
     layer_inputs,
     layer_outputs,
 )
+from anabranch.llm.models.decoder_run import DecoderRun, can_run
 from anabranch.llm.models.gated import GatedMLP
 from anabranch.llm.models.join import JoinedLinears
 from anabranch.llm.models.norm import CpuRMSNorm
@@ -37,38 +38,62 @@ class CpuDecoderLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self._attention: Any = [layer.self_attn]  # in a list, so that it is registered once
-        self._arguments = arguments
-        self._num_heads, self._before, self._after = _weights(layer)
+        self.arguments = arguments
+        self.num_heads, *weights = _weights(layer)
+        self.weights: tuple[AttentionWeights, OutputWeights] = tuple(weights)
         self._moved = False
+        self._run: DecoderRun | None = None
+        self._index = 0
+
+    @property
+    def attention(self) -> Any:
+        """The attention module of the layer."""
+        return self._attention[0]
+
+    def join(self, run: DecoderRun, index: int) -> None:
+        """Become a layer of a run."""
+        self._run, self._index = run, index
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the layer would give; whatever is unusual, it gives itself."""
+        if self._run is not None and self._run.passes(hidden_states, self._index):
+            return hidden_states
         rotary = cast("Rotary | None", kwargs.get("position_embeddings"))
         unusual = args or kwargs.get("past_key_values") is not None or torch.compiler.is_compiling()
         if rotary is None or unusual or not self._fits(hidden_states, *rotary):
             return self.layer(hidden_states, *args, **kwargs)
+        if self._run is None:
+            return self._forward(hidden_states, rotary, kwargs.get("attention_mask"))
+        y = None if self._index else self._run(hidden_states, rotary)
+        if y is None:
+            y = self._forward(hidden_states, rotary, kwargs.get("attention_mask"))
+            self._run.observe(hidden_states, y, self._index)
+        return y
+
+    def _forward(
+        self, hidden_states: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         x = hidden_states.view(-1, hidden_states.shape[-1])
-        q_heads, kv_heads = self._num_heads
-        heads = layer_inputs(x, rotary[0], rotary[1], self._before).transpose(0, 1)[None]
+        before, after = self.weights
+        q_heads, kv_heads = self.num_heads
+        heads = layer_inputs(x, rotary[0], rotary[1], before).transpose(0, 1)[None]
         q, k, v = torch.split(heads, [q_heads, kv_heads, kv_heads], 1)
-        (attention,) = self._attention
         functions = cast("Any", AttentionInterface())
-        function: Any = functions[attention.config._attn_implementation]
-        mask = kwargs.get("attention_mask")
-        out: Any = function(attention, q, k, v, mask, dropout=0.0, **self._arguments)[0]
+        function: Any = functions[self.attention.config._attn_implementation]
+        out: Any = function(self.attention, q, k, v, mask, dropout=0.0, **self.arguments)[0]
         attended = cast("torch.Tensor", out.reshape(len(x), -1).contiguous())
-        return layer_outputs(x, attended, self._after).view_as(hidden_states)
+        return layer_outputs(x, attended, after).view_as(hidden_states)
 
     def _fits(self, x: torch.Tensor, *rotary: torch.Tensor) -> bool:
         if self._moved or len(x) != 1:
             return False
-        numbers = x.shape[1] * self._before.head_dim
+        numbers = x.shape[1] * self.weights[0].head_dim
         plain = (each.dtype == torch.float32 and each.is_contiguous() for each in (x, *rotary))
         return all(plain) and all(each.numel() == numbers for each in rotary)
 
     def _apply(self, fn: Any, recurse: bool = True) -> CpuDecoderLayer:
         """Moved or converted weights are no longer packed."""
-        self._moved = True
+        self._moved, self._run = True, None
         return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -123,7 +148,17 @@ def fuse_decoder_layers(model: nn.Module) -> int:
             if fused is not None:
                 parent[index] = fused
                 count += 1
+        _join_run(parent)
     return count
+
+
+def _join_run(layers: nn.ModuleList) -> None:
+    """Let layers run in one call, if all were fused."""
+    fused = [layer for layer in layers if isinstance(layer, CpuDecoderLayer)]
+    if len(fused) == len(layers) and can_run(fused):
+        run = DecoderRun(fused)
+        for index, layer in enumerate(fused):
+            layer.join(run, index)
 
 
 def _fused(layer: nn.Module) -> CpuDecoderLayer | None:
