@@ -1,6 +1,6 @@
 """GGUF files on a CPU beside llama.cpp: decoding, batches, prompts, memory; in turns.
 
-    python benchmarks/gguf_peers.py --peer /path/to/venv/with/llama-cpp-python/bin/python FILE.gguf ...
+    python benchmarks/gguf_peers.py --peer LLAMA_CPP_PYTHON_VENV/bin/python FILE.gguf ...
 
 Both engines get the same token ids, decode greedily and stay loaded while turns alternate; the
 table has medians of rates and the median of ratios within a turn. `--realtime` (as root) gives
@@ -40,9 +40,7 @@ def load_ours(path: str, options: dict[str, Any]) -> Any:
     llm = LLM(path, **given, **options)
 
     def generate(prompts: list[list[int]], tokens: int) -> object:
-        params = SamplingParams(
-            temperature=0, max_tokens=tokens, ignore_eos=True, speculate=False
-        )
+        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, speculate=False)
         return llm.generate(prompts, params)
 
     return generate

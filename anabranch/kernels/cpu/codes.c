@@ -25,13 +25,11 @@ INLINE void product(const int f, const int num_rows, const struct inputs *x, con
           low = dot(low, chunk.codes[v], fours[v], zero == 128);
           high = dot(high, chunk.codes[v + 4], fours[v + 4], zero == 128);
         }
-        if (halves) {
-          total[r] += chunk.scale[0] * in->scale * to_floats(low);
-          total[r] += chunk.scale[1] * in->scale * to_floats(high);
-        } else {
-          total[r] += chunk.scale[0] * in->scale * to_floats(low + high);
-        }
-        if (has_min(f)) total[r] += chunk.min * in->sum;
+        if (!halves) low += high;
+        vec sum = chunk.scale[0] * in->scale * to_floats(low);
+        if (halves) sum += chunk.scale[1] * in->scale * to_floats(high);
+        if (has_min(f)) sum += chunk.min * in->sum; /* which cancels much of it */
+        total[r] += sum;
       }
     }
   }

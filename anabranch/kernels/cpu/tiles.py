@@ -134,11 +134,12 @@ def _read_4_k(blocks: Bytes) -> Blocks:
 
 
 def _read_5_k(blocks: Bytes) -> Blocks:
-    low = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32))
+    lead = blocks.shape[:-1]
+    low = _nibbles(blocks[..., 48:].reshape(*lead, 4, 32)).reshape(*lead, 256)
     places = np.arange(8, dtype=np.uint8)[:, None]
     high = (blocks[..., None, 16:48] >> places & 1) << 4
     head = _halves(blocks, 2) + _sub_scales(blocks[..., 4:16])
-    return Blocks(head, low.reshape(*blocks.shape[:-1], 256) | high.reshape(low.shape[:2] + (256,)))
+    return Blocks(head, low | high.reshape(low.shape))
 
 
 def _read_6_k(blocks: Bytes) -> Blocks:

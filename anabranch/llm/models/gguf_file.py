@@ -32,9 +32,7 @@ from anabranch.llm.models.store import CONVERSION, Progress, make_once
 SHARD_BYTES = 4 * 2**30
 
 
-def gguf_directory(
-    path: Path, *, packed: bool = False, progress: Progress | None = None
-) -> Path:
+def gguf_directory(path: Path, *, packed: bool = False, progress: Progress | None = None) -> Path:
     """The transformers directory made from a GGUF file, from the cache where it was made before.
 
     Its weights are safetensors of floats; or `packed` for a CPU, in the formats of the file.

@@ -68,7 +68,7 @@ def _first_row(tensor: gguf.ReaderTensor) -> bytes:
     row: Any = tensor.data[:1]
     if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
         return _key(torch.from_numpy(np.array(row)).view(torch.bfloat16).flatten())
-    return _key(torch.from_numpy(dequantize(row, tensor.tensor_type)).flatten())
+    return _key(torch.from_numpy(np.array(dequantize(row, tensor.tensor_type))).flatten())
 
 
 def _key(row: torch.Tensor) -> bytes:

@@ -98,9 +98,7 @@ def local_source(source: str, *, progress: Progress | None = None) -> str:
     return source if source.startswith(DUMMY) else str(_find(source, progress)[1])
 
 
-def _find(
-    source: str, progress: Progress | None, *, packed: bool = False
-) -> tuple[str, Path]:
+def _find(source: str, progress: Progress | None, *, packed: bool = False) -> tuple[str, Path]:
     """The name of a model and the transformers directory it lies in, fetched or converted."""
     if source == "smollm2":
         return source, smollm2_directory(packed=packed, progress=progress)

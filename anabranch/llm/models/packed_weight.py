@@ -1,4 +1,4 @@
-"""A weight in the order of CPU kernels: parts of one format each, whose outputs follow each other."""
+"""A weight in the order of CPU kernels: parts of a format each, with outputs side by side."""
 
 from __future__ import annotations
 
