@@ -317,6 +317,14 @@ def test_min_tokens_bans_stops_until_then() -> None:
     assert found == [[[2], [7], [4]], [[2], [7], [4]], [[7], [7], [7]]]
 
 
+def test_one_token_at_least() -> None:
+    sampler = Sampler(SamplingRows(1, VOCAB), "cpu")
+    sampler.add(0, SamplingParams(temperature=0, min_tokens=1), [], [], 0, [7])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 2] = 30.0, 10.0
+    assert [sample(sampler, logits, batch_of(1, at)).tokens for at in (0, 1)] == [[[2]], [[7]]]
+
+
 def test_logit_bias_shifts_the_distribution() -> None:
     bias = {3: 2.0, 4: -100.0}
     sampler = sampler_of(*[SamplingParams(logit_bias=bias)] * 3000)
