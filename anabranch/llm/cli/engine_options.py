@@ -18,7 +18,8 @@ DRAFTS = "Where drafts come from: ngram unless given, off with --sparse."
 SPARSE = ("pages", "recent", "off")
 SCORERS = ("multi-query", "batch-expansion")
 DEVICES = ("cuda", "cpu")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ACTIVATIONS = ("int8", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,14 @@ class EngineOptions:
     )
     device: str | None = option(None, "cuda or cpu; the GPU if there is one.")
     dtype: str | None = option(
-        None, "float32 on a CPU, 16 bits on a GPU unless given.", choices=DTYPES
+        None,
+        "auto, unless given: 16 bits on a GPU; on a CPU float32, and for a .gguf file its own.",
+        choices=DTYPES,
+    )
+    activations: str = option(
+        "int8",
+        "Inputs of products with a .gguf file's weights on a CPU; float32 is exact and slower.",
+        choices=ACTIVATIONS,
     )
     max_model_len: int | None = option(None, "Tokens of a sequence, prompt and output.", at_least=1)
     max_num_batched_tokens: int | None = option(
@@ -107,6 +115,7 @@ class EngineOptions:
         return {
             "device": self.device,
             "dtype": self.dtype,
+            "activations": self.activations,
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "page_size": self.page_size,

@@ -17,7 +17,7 @@ from anabranch.llm.engine.attention_ways import decode_keys, shared_prefixes
 from anabranch.llm.engine.config import DTYPES, EngineConfig
 from anabranch.llm.engine.drafters import check_windows, make_chain
 from anabranch.llm.engine.limits import Limits, size, text_config, vocab_size
-from anabranch.llm.models import LoadedModel, load_model
+from anabranch.llm.models import Activations, LoadedModel, load_model
 from anabranch.llm.models.decoder import fuse_decoder_layers
 from anabranch.llm.models.experts import use_experts
 from anabranch.llm.models.gated import gate_joined
@@ -191,7 +191,7 @@ def _load(
     say: Progress,
     cut: Callable[[Any], object] | None = None,
 ) -> LoadedModel:
-    dtype = DTYPES[config.dtype] if config.dtype else None
+    dtype = DTYPES.get(config.dtype or "auto")
     try:
         loaded = load_model(
             source,
@@ -200,6 +200,7 @@ def _load(
             attn_implementation=NAME,
             progress=lambda what: say(what, 0, 0),
             cut=cut,
+            activations=Activations(config.activations) if config.num_ranks == 1 else None,
         )
     except KeyError as error:
         if error.args != (NAME,):

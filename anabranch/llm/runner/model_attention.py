@@ -17,6 +17,7 @@ from torch import nn
 
 from anabranch.attend import attend
 from anabranch.compositions.up_projection import UpProjection
+from anabranch.kernels.cpu.layer_run import PagedStep
 from anabranch.keys import DenseKV
 from anabranch.llm.runner.kv_cache import LayerCache, LayerShape
 from anabranch.llm.runner.latent_step import attend_fresh_rows, attend_latent
@@ -80,6 +81,20 @@ def engine_attention(
             q, k, v, cache, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
         )
     return cast("torch.Tensor", out)[None], None
+
+
+def paged_step(
+    attentions: Sequence[nn.Module], num_tokens: int, num_heads: int
+) -> PagedStep | None:
+    """What all of these layers read in the step that runs, where one kernel can serve them all."""
+    slot = cast("int | None", getattr(attentions[0], "anabranch_slot", None))
+    if slot is None:
+        return None
+    caches = cast("list[LayerCache]", [module.anabranch_cache for module in attentions])
+    return _steps[slot].paged_step(caches, num_tokens, num_heads)
+
+
+cast("Any", engine_attention).paged_step = paged_step  # as models ask for it
 
 
 def _latent_attention(
