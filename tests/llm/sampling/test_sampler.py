@@ -317,6 +317,18 @@ def test_min_tokens_bans_stops_until_then() -> None:
     assert found == [[[2], [7], [4]], [[2], [7], [4]], [[7], [7], [7]]]
 
 
+def test_a_new_row_leaves_the_counts_of_others_alone() -> None:
+    sampler, params = (
+        Sampler(SamplingRows(3, VOCAB), "cpu"),
+        SamplingParams(temperature=0, frequency_penalty=1.0),
+    )
+    for row in (0, 2, 1):
+        sampler.add(row, params, [], [3] * 9, 0)
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 3], logits[:, 5] = 5.0, 1.0
+    assert sample(sampler, logits, batch_of(3)).tokens == [[5]] * 3
+
+
 def test_one_token_at_least() -> None:
     sampler = Sampler(SamplingRows(1, VOCAB), "cpu")
     sampler.add(0, SamplingParams(temperature=0, min_tokens=1), [], [], 0, [7])
@@ -375,6 +387,7 @@ def test_a_greedy_token_beside_nan_does_not_depend_on_its_neighbours(dtype: torc
     for beside in (SamplingParams(temperature=0), SamplingParams(seed=1)):
         found = sample(sampler_of(SamplingParams(temperature=0), beside), logits, batch_of(2))
         assert found.tokens[0] == [VOCAB - 1] and found.num_nan_rows == 1
+        assert found.saturated == 0  # of caches that are not quantised
 
 
 def test_logits_are_left_as_they_are() -> None:
