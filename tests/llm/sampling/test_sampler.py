@@ -23,6 +23,7 @@ from anabranch.llm.sampling.parameter_rows import SamplingRows
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.sampler import Sampler
 from anabranch.llm.sampling.samples import HostSamples
+from anabranch.llm.sampling.token_logprobs import Logprob, top_entries
 
 VOCAB = 12
 FILTERS: dict[str, dict[str, Any]] = {
@@ -327,6 +328,11 @@ def test_a_new_row_leaves_the_counts_of_others_alone() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 3], logits[:, 5] = 5.0, 1.0
     assert sample(sampler, logits, batch_of(3)).tokens == [[5]] * 3
+
+
+def test_the_likeliest_token_has_rank_1() -> None:
+    entries = top_entries(np.array([4, 2, 9]), np.array([-0.5, -1.5, -2.5]), 2)
+    assert entries == {4: Logprob(-0.5, 1), 2: Logprob(-1.5, 2)}
 
 
 def test_one_token_at_least() -> None:
