@@ -39,7 +39,7 @@ test-versions: $(TRITONS:%=test-triton-%)
 # In CI, after `make test`: the kernels alone, without what no Triton has a part in.
 test-newest: .tritons/$(NEWEST)/.ready
 	PYTHONPATH=.tritons/$(NEWEST) $(BIN)/pytest --numprocesses 2 --dist worksteal \
-	    -k "triton or gluon or kernels_fit" $(KERNEL_TESTS)
+	    -k "triton or gluon or kernels_fit or linear or expert or latent_inputs" $(KERNEL_TESTS)
 
 # Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
 # indexes and would break the import.
