@@ -14,7 +14,7 @@ from anabranch.keys import KINDS
 PACKAGE = Path(anabranch.__file__).parent
 # From low to high; a module imports only from its own layer and the layers below it.
 LAYERS = [
-    {"state", "shapes"},
+    {"state", "shapes", "requirements"},
     {"launches"},
     {"keys", "device", "check_states"},
     {"rules", "queries", "call"},

@@ -16,6 +16,7 @@ from anabranch.kernels.gluon.latent_config import LatentConstants
 from anabranch.kernels.gluon.latent_consumers import consume_latent
 from anabranch.kernels.gluon.latent_copies import produce_latent
 from anabranch.kernels.gluon.operands import HopperOperands, LatentBoxes, LatentRoom
+from anabranch.kernels.gluon.versions import FULL_REGISTERS
 from anabranch.kernels.load.arguments import Rows
 from anabranch.kernels.parts.slots import Parts, StateRows
 from anabranch.keys import KeyView
@@ -60,6 +61,7 @@ def attend_latent(
         c,
         num_warps=4,
         maxnreg=c.max_registers,
+        **FULL_REGISTERS,
         **({"launch_pdl": True} if c.overlap else {}),
     )
 

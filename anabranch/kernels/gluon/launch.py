@@ -8,6 +8,7 @@ import torch
 
 from anabranch.kernels.gluon.boxes import key_boxes, row_boxes
 from anabranch.kernels.gluon.kernel import BoxPlaces, OrderedWork, attend_kernel
+from anabranch.kernels.gluon.versions import FULL_REGISTERS
 from anabranch.kernels.hopper_config import HopperConstants
 from anabranch.kernels.load.arguments import Rows
 from anabranch.kernels.parts.slots import Parts, StateRows
@@ -56,5 +57,6 @@ def attend(
         c,
         num_warps=4,
         maxnreg=c.max_registers,
+        **FULL_REGISTERS,
         **({"launch_pdl": True} if c.overlap else {}),
     )

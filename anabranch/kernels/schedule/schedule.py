@@ -126,7 +126,7 @@ def schedule_kernel(
     num_empty = 0
     most = 0
     least = 2147483647
-    largest = 0  # fixed part
+    largest = 1  # fixed part; a constant 0 that may divide fails Triton 3.7 and 3.8
     smallest = 2147483647
     for start in range(0, num_blocks, CHUNK):
         blocks = start + lanes

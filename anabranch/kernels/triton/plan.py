@@ -29,6 +29,7 @@ from anabranch.kernels.parts.slots import num_slots
 from anabranch.kernels.schedule.schedule import schedule
 from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list
+from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY
 
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 
@@ -122,6 +123,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
     config = options.config
     latent, itemsize = view.values_in_keys, q.element_size()
     code_pairs = in_pairs(view, itemsize)
+    code_pairs = code_pairs and (PAIRS_IN_TENSOR_MEMORY or not has_tensor_memory(q.device))
     if config is None:
         rows_per_seq = options.rows_per_seq
         if rows_per_seq is None:
