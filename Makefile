@@ -9,7 +9,7 @@ TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 NEWEST  := $(lastword $(TRITONS))
 KERNEL_TESTS := tests/kernels tests/attention tests/compositions
 
-.PHONY: demo test test-gpu test-distributed test-versions test-newest test-vllm check bench docs clean
+.PHONY: demo test test-gpu test-distributed test-versions test-newest test-vllm mutants check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -52,6 +52,10 @@ $(VLLM)/.ready: pyproject.toml
 
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
+
+# An hour: how many small faults in the engine, the server and what they stand on the tests notice.
+mutants: $(VENV)/.ready
+	$(BIN)/python tests/mutants.py --out mutants.json
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
