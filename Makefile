@@ -32,13 +32,13 @@ test-distributed: $(VENV)/.ready
 
 # What runs in the interpreter or is compiled for GPUs, with another Triton before that of .venv.
 test-triton-%: .tritons/%/.ready
-	PYTHONPATH=.tritons/$* $(BIN)/pytest --numprocesses 2 --dist worksteal $(KERNEL_TESTS)
+	PYTHONPATH=$(CURDIR)/.tritons/$* $(BIN)/pytest --numprocesses 2 --dist worksteal $(KERNEL_TESTS)
 
 test-versions: $(TRITONS:%=test-triton-%)
 
 # In CI, after `make test`: the kernels alone, without what no Triton has a part in.
 test-newest: .tritons/$(NEWEST)/.ready
-	PYTHONPATH=.tritons/$(NEWEST) $(BIN)/pytest --numprocesses 2 --dist worksteal \
+	PYTHONPATH=$(CURDIR)/.tritons/$(NEWEST) $(BIN)/pytest --numprocesses 2 --dist worksteal \
 	    -k "triton or gluon or kernels_fit or linear or expert or latent_inputs" $(KERNEL_TESTS)
 
 # Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
