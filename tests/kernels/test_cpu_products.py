@@ -168,8 +168,8 @@ def test_other_instructions(target: str, monkeypatch: Any) -> None:
 def test_instructions_that_are_not_here_compile(compiler: str, target: str, tmp_path: Path) -> None:
     if shutil.which(compiler) is None:
         pytest.skip(f"needs {compiler}")
-    for source in FOLDER.glob("*.c"):
-        options = [*OPTIONS, f"-march={target}", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
+    for source in (FOLDER / "codes.c", FOLDER / "expanded.c"):
+        options = [*OPTIONS, "-O1", f"-march={target}", "-Wall", "-Wextra", "-Werror", "-Wno-psabi"]
         command = [compiler, *options, "-c", str(source), "-o", str(tmp_path / "object.o")]
         run = subprocess.run(command, capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stderr
