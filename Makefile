@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 
-.PHONY: demo test test-gpu test-distributed test-vllm check bench docs clean
+.PHONY: demo test test-gpu test-distributed test-vllm mutants check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -32,6 +32,10 @@ $(VLLM)/.ready: pyproject.toml
 
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
+
+# An hour: how many small faults in the engine, the server and what they stand on the tests notice.
+mutants: $(VENV)/.ready
+	$(BIN)/python tests/mutants.py --out mutants.json
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

@@ -17,14 +17,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.launches import driver
-from anabranch.launches.compile_ahead import is_ahead
-from anabranch.launches.extension import load_launches
+from anabranch.launches.compile_ahead import AHEAD
+from anabranch.launches.extension import connect_launches
 
 Tensors = tuple[torch.Tensor | None, ...]
 VALUE, POINTER, MAP = range(3)  # kinds of parameters, as in launches.c
 SIZES = {"i1": 1, "u1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "fp32": 4}
 MAP_BYTES, POINTER_BYTES = 128, 8
 MAP_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMap
+# How every kernel is compiled. Fused products and sums are set because the default changes between
+# versions of Triton, and results with it.
+COMPILED = {"enable_fp_fusion": True}
 ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}
 
 
@@ -70,11 +73,14 @@ _current = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start a kernel of Triton or Gluon; ahead of its time it is compiled only."""
-    if is_ahead():
-        kernel.warmup(*arguments, grid=grid, **options)
+    """Start a kernel of Triton or Gluon, the one way in which this package does.
+
+    While kernels are compiled ahead, it is compiled only.
+    """
+    if AHEAD.get():
+        kernel.warmup(*arguments, grid=grid, **COMPILED, **options)
         return
-    compiled = kernel[grid](*arguments, **options)
+    compiled = kernel[grid](*arguments, **COMPILED, **options)
     recording: Recording | None = getattr(_current, "recording", None)
     if recording is not None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
@@ -111,7 +117,7 @@ def prepare(recording: Recording, *groups: Tensors) -> PreparedLaunches | None:
 
     Tensors of a group are described together, so that those which are one tensor stay one.
     """
-    launches, device = load_launches(), next(iter(groups[0])).device  # pyright: ignore
+    launches, device = connect_launches(), next(iter(groups[0])).device  # pyright: ignore
     if launches is None or not recording.complete or not recording.launched:
         return None
     try:
@@ -181,7 +187,7 @@ def _flatten_map(
     base, shape, strides = box.base, box.shape, box.strides
     if layout is None or layout["fp4_padded"] or base.dtype not in MAP_TYPES:
         raise NotRecordable("a descriptor without a tensor map")
-    launches = load_launches()
+    launches = connect_launches()
     assert launches is not None
     encoded = launches.encode(
         base.data_ptr(),

@@ -21,6 +21,7 @@ from io import StringIO
 from traceback import format_exc
 
 import torch
+from compiled_launch import TARGETS, compile_launch, record, resources
 from configurations import every_attend_config
 from hot_loop import (
     loops_join_no_halves,
@@ -32,42 +33,40 @@ from hot_loop import (
 from lengths import call_of_lengths
 from triton import knobs
 
-from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
-from anabranch.kernels.expert_config import (
+from anabranch.kernels.constants import AttendProgram, attend_program
+from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
+from anabranch.kernels.gluon.latent_kernel import attend_latent
+from anabranch.kernels.gluon.launch import attend as gluon_attend
+from anabranch.kernels.hopper_config import hopper_constants, pack_of, select_tiles
+from anabranch.kernels.layers import hopper_experts
+from anabranch.kernels.layers.expert_config import (
     ExpertConfig,
     every_expert_config,
     fit_experts,
     select_expert_tiles,
     select_experts,
 )
-from anabranch.kernels.gluon import expert_kernel as hopper_experts
-from anabranch.kernels.gluon.config import hopper_constants, pack_of, select_tiles
-from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
-from anabranch.kernels.gluon.latent_kernel import attend_latent
-from anabranch.kernels.gluon.launch import attend as gluon_attend
-from anabranch.kernels.gluon.order import order, order_size
+from anabranch.kernels.layers.expert_order import order_experts
+from anabranch.kernels.layers.expert_product import gate_experts, project_experts
+from anabranch.kernels.layers.expert_sum import sum_experts
 from anabranch.kernels.list_config import select_lists
+from anabranch.kernels.load.boxes import box_keys
+from anabranch.kernels.load.key_pairs import in_pairs
+from anabranch.kernels.load.packed_codes import in_words
+from anabranch.kernels.parts.merge_parts import merge_parts
+from anabranch.kernels.parts.slots import Parts
+from anabranch.kernels.schedule.order import order, order_size
+from anabranch.kernels.schedule.schedule import schedule
+from anabranch.kernels.schedule.schedule_layout import schedule_size
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
 from anabranch.kernels.triton.attend_lists import attend_lists
-from anabranch.kernels.triton.boxes import box_keys
 from anabranch.kernels.triton.choose_pages import choose_pages, renew_bounds
-from anabranch.kernels.triton.code_words import in_words
-from anabranch.kernels.triton.constants import AttendProgram, attend_program
 from anabranch.kernels.triton.draft_tree import make_draft_tree
-from anabranch.kernels.triton.expert_order import order_experts
-from anabranch.kernels.triton.expert_product import gate_experts, project_experts
-from anabranch.kernels.triton.expert_sum import sum_experts
-from anabranch.kernels.triton.key_pairs import in_pairs
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge import merge
-from anabranch.kernels.triton.merge_parts import merge_parts
-from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.move_rows import WORDS, move_rows
-from anabranch.kernels.triton.read import read
-from anabranch.kernels.triton.schedule import schedule
-from anabranch.kernels.triton.schedule_layout import schedule_size
 from anabranch.kernels.triton.share_pages import share_pages
 from anabranch.keys import PLAIN, DenseKV, LatentKV, PagedKV, SelectedKV, store_of
 from anabranch.keys.formats import FORMATS, empty_store, encoded_store
@@ -131,10 +130,12 @@ def launch_stored(
     packed: bool = False,
     num_pairs: int = 512,
     boxed: bool = False,
+    paired: bool = True,
 ) -> None:
     """Decode over latent rows or pages of 8 heads in a format, in the tiles selected for it.
 
-    `packed` is True for NVIDIA's GPUs, as in a plan, and `boxed` for those that copy boxes.
+    `packed` is True for NVIDIA's GPUs, as in a plan, `boxed` for those that copy boxes, and
+    `paired` where codes are loaded by pairs of keys if they can be.
     """
     dims, num_kv_heads = ((576, 512), 1) if latent else ((head_dim, head_dim), 8)
     stores = [
@@ -148,20 +149,21 @@ def launch_stored(
     else:
         keys = PagedKV(k, v, ints(64, 16), ints(64), k_scales, v_scales, BRAIN)
     view = keys.view()
+    code_pairs = paired and in_pairs(view)
     config = select_attend(
         rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
-        latent=latent, quantised=format_name != "plain", code_pairs=in_pairs(view),
+        latent=latent, quantised=format_name != "plain", code_pairs=code_pairs,
         int8_codes=view.k.format.name == "int8", box_keys=box_keys(view) if boxed else 0,
     )  # fmt: skip
     shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
     halves = in_words(view.k) and not latent
     room = {"per_program": shared_memory, "per_sm": shared_memory, "code_words": halves}
-    config = fit_shared_memory(config, *shape, **room, code_pairs=in_pairs(view))
+    config = fit_shared_memory(config, *shape, **room, code_pairs=code_pairs)
     recent = shared_memory >= 227 * 1024
     program = program_of(
         config, dims, page_size=page_size, num_programs=132, group=rows,
         num_kv_heads=num_kv_heads, k_format=view.k.format, v_format=view.v.format,
-        values_in_keys=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
+        latent=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
         fused=config.fused_merge,
     )  # fmt: skip
     num_heads = rows * num_kv_heads
@@ -191,6 +193,9 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
     stored = partial(launch_stored, latent=False, packed=shared_memory > 64 * 1024)
     for name in ("fp8_tensor", "fp8", "int8", "q8_0"):
         yield f"decode {name}", partial(stored, 4, name, shared_memory)
+    for name in ("fp8", "int8"):
+        alone = partial(stored, 4, name, shared_memory, paired=False)
+        yield f"decode {name}, keys one by one", alone
     yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
     few = partial(stored, 4, "int8", shared_memory, num_pairs=8)
     yield "decode one sequence of int8", few
@@ -449,11 +454,6 @@ def move_rows_cases(_: int) -> Iterator[Case]:
         yield f"{word_bytes} bytes", partial(move_rows, *given)
 
 
-def read_cases(_: int) -> Iterator[Case]:
-    """What ceilings are measured with."""
-    yield "int32", partial(read, ints(1 << 20), 528)
-
-
 def share_pages_cases(_: int) -> Iterator[Case]:
     """One level and several."""
     given = {"num_tokens": 8, "page_size": 16, "min_saved_keys": 512, "min_total_keys": 1 << 16}
@@ -572,28 +572,26 @@ def expert_product_cases(shared_memory: int) -> Iterator[Case]:
     yield "odd widths", partial(launch, few, HALF, 1000, 904, True)
 
 
-TRITON = "anabranch.kernels.triton"
-GLUON = "anabranch.kernels.gluon"
+KERNELS = "anabranch.kernels"
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
-    f"{GLUON}.expert_kernel": hopper_expert_cases,
-    f"{GLUON}.kernel": gluon_cases,
-    f"{GLUON}.latent_kernel": latent_cases,
-    f"{GLUON}.order": order_cases,
-    f"{TRITON}.append_kv": append_kv_cases,
-    f"{TRITON}.attend_kernel": attend_cases,
-    f"{TRITON}.attend_lists": attend_lists_cases,
-    f"{TRITON}.choose_pages": choose_pages_cases,
-    f"{TRITON}.draft_tree": draft_tree_cases,
-    f"{TRITON}.expert_order": expert_order_cases,
-    f"{TRITON}.expert_product": expert_product_cases,
-    f"{TRITON}.expert_sum": expert_sum_cases,
-    f"{TRITON}.list_pages": list_pages_cases,
-    f"{TRITON}.merge": merge_cases,
-    f"{TRITON}.merge_parts": merge_parts_cases,
-    f"{TRITON}.move_rows": move_rows_cases,
-    f"{TRITON}.read": read_cases,
-    f"{TRITON}.share_pages": share_pages_cases,
-    f"{TRITON}.schedule": schedule_cases,
+    f"{KERNELS}.gluon.kernel": gluon_cases,
+    f"{KERNELS}.gluon.latent_kernel": latent_cases,
+    f"{KERNELS}.layers.expert_order": expert_order_cases,
+    f"{KERNELS}.layers.expert_product": expert_product_cases,
+    f"{KERNELS}.layers.expert_sum": expert_sum_cases,
+    f"{KERNELS}.layers.hopper_experts": hopper_expert_cases,
+    f"{KERNELS}.parts.merge_parts": merge_parts_cases,
+    f"{KERNELS}.schedule.order": order_cases,
+    f"{KERNELS}.schedule.schedule": schedule_cases,
+    f"{KERNELS}.triton.append_kv": append_kv_cases,
+    f"{KERNELS}.triton.attend_kernel": attend_cases,
+    f"{KERNELS}.triton.attend_lists": attend_lists_cases,
+    f"{KERNELS}.triton.choose_pages": choose_pages_cases,
+    f"{KERNELS}.triton.draft_tree": draft_tree_cases,
+    f"{KERNELS}.triton.list_pages": list_pages_cases,
+    f"{KERNELS}.triton.merge": merge_cases,
+    f"{KERNELS}.triton.move_rows": move_rows_cases,
+    f"{KERNELS}.triton.share_pages": share_pages_cases,
 }
 # What the loops of a warp-specialised kernel must do, by its name
 LOOPS = {

@@ -157,10 +157,10 @@ static void attend_task(const struct call *call, long seq, long head, long split
   for (long row = 0; row < num_rows; row++) {
     long token = split * call->num_tokens + q_start + row / call->group;
     long index = (token * call->num_kv_heads + head) * call->group + row % call->group;
-    float sum = states.sum[row];
-    call->lse[index] = sum > 0 ? states.max[row] + logf(sum) : -INFINITY;
+    float sum = states.sum[row]; /* 0 where no key was seen; NaN stays NaN */
+    call->lse[index] = sum == 0 ? -INFINITY : states.max[row] + logf(sum);
     for (long i = 0; i < dim; i++)
-      call->out[index * dim + i] = sum > 0 ? states.out[row][i] / sum : 0;
+      call->out[index * dim + i] = sum == 0 ? 0 : states.out[row][i] / sum;
   }
 }
 

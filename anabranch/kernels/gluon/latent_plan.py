@@ -14,11 +14,10 @@ from anabranch.kernels.gluon.latent_config import (
     LatentTiles,
     latent_constants,
 )
+from anabranch.kernels.parts.slots import Parts, num_slots
 from anabranch.kernels.room import Piece, arrange
-from anabranch.kernels.triton.merge_tree import Parts
-from anabranch.kernels.triton.plan import num_slots
-from anabranch.kernels.triton.schedule import schedule as write_schedule
-from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
+from anabranch.kernels.schedule.schedule import schedule as write_schedule
+from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class LatentLayout:
         return LatentPlan(self.schedule.open(room), parts, self.constants)
 
 
-def lay_out_latent(call: AttendCall, options: PlanOptions) -> LatentLayout:
+def lay_out(call: AttendCall, options: PlanOptions) -> LatentLayout:
     """Room for a schedule and for parts."""
     q, keys = call.queries.packed, call.keys
     tiles = options.config or LatentTiles()
@@ -75,7 +74,7 @@ def lay_out_latent(call: AttendCall, options: PlanOptions) -> LatentLayout:
     return LatentLayout(constants, schedule, tuple(parts))
 
 
-def fill_latent(call: AttendCall, layout: LatentLayout, room: torch.Tensor) -> None:
+def fill_plan(call: AttendCall, layout: LatentLayout, room: torch.Tensor) -> None:
     """Divide the work on the device."""
     plan = layout.open(room)
     write_schedule(plan.schedule, plan.parts.counters, call, plan.constants.work)

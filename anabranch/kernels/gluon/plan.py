@@ -8,7 +8,7 @@ import torch
 
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_overlap, num_sms
-from anabranch.kernels.gluon.config import (
+from anabranch.kernels.hopper_config import (
     FEW_BLOCKS,
     HopperConstants,
     HopperTiles,
@@ -16,9 +16,9 @@ from anabranch.kernels.gluon.config import (
     pack_of,
     select_tiles,
 )
-from anabranch.kernels.gluon.order import BLOCK_M, may_split, num_slots, order, order_size
+from anabranch.kernels.parts.slots import Parts
 from anabranch.kernels.room import Piece, arrange
-from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.schedule.order import BLOCK_M, may_split, num_slots, order, order_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class HopperLayout:
         return HopperPlan(self.order.open(room), counters[:1], parts, self.constants)
 
 
-def lay_out_items(call: AttendCall, options: PlanOptions) -> HopperLayout:
+def lay_out(call: AttendCall, options: PlanOptions) -> HopperLayout:
     """Select tiles, and room for the order of items and for parts."""
     keys, num_tokens = call.keys, call.queries.packed.shape[0]
     constants = _select_constants(call, options)
@@ -69,7 +69,7 @@ def lay_out_items(call: AttendCall, options: PlanOptions) -> HopperLayout:
     return HopperLayout(constants, slots, *pieces)
 
 
-def fill_items(call: AttendCall, layout: HopperLayout, room: torch.Tensor) -> None:
+def fill_plan(call: AttendCall, layout: HopperLayout, room: torch.Tensor) -> None:
     """Order the work on the device."""
     counters = layout.counters.open(room)
     order(layout.order.open(room), counters, call, layout.slots, layout.constants)

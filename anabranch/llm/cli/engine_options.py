@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from anabranch.llm.engine.llm import LLM
 
 SPECULATIVE = ("ngram", "draft", "off")
+DRAFTS = "Where drafts come from: ngram unless given, off with --sparse."
 SPARSE = ("pages", "recent", "off")
 SCORERS = ("multi-query", "batch-expansion")
 DEVICES = ("cuda", "cpu")
@@ -54,7 +55,7 @@ class EngineOptions:
         "Format of the KV cache: auto (the model's dtype), fp8, fp8_tensor, int8, q8_0, or two of "
         "these for keys and values: q8_0/fp8.",
     )
-    speculative: str = option("off", "Where drafts come from.", choices=SPECULATIVE)
+    speculative: str | None = option("off", "Where drafts come from.", choices=SPECULATIVE)
     draft_model: str | None = option(None, "For --speculative draft: a model of one vocabulary.")
     num_drafts: int = option(4, "Draft tokens of a sequence and step, at most.")
     tree_width: int = option(
@@ -91,6 +92,13 @@ class EngineOptions:
         check_options(self)
         if self.device is not None and self.device.partition(":")[0] not in DEVICES:
             raise ValueError(f"--device must be {' or '.join(DEVICES)}, got {self.device!r}")
+        if self.speculative is None:  # drafts by default, where they are possible
+            object.__setattr__(self, "speculative", "ngram" if self.sparse == "off" else "off")
+        if "off" not in (self.sparse, self.speculative):
+            raise ValueError(
+                f"--sparse {self.sparse} excludes --speculative {self.speculative}: "
+                "drafts are verified by attention to whole contexts"
+            )
         if self.draft_model is not None and self.speculative != "draft":
             raise ValueError(f"--draft-model needs --speculative draft, not {self.speculative!r}")
         if self.speculative == "draft" and self.draft_model is None:

@@ -9,6 +9,7 @@ from typing import Any
 from anabranch.llm.engine.limits import Limits
 from anabranch.llm.engine.prompts import Prompt, encode_prompt
 from anabranch.llm.engine.request import Request
+from anabranch.llm.engine.stop_strings import StopStrings
 from anabranch.llm.engine.text_stream import TextStream
 from anabranch.llm.sampling.noise import child_seed, fresh_seed
 from anabranch.llm.sampling.params import SamplingParams
@@ -45,7 +46,8 @@ class Admission:
         seed = params.seed if params.seed is not None else self.seed
         seed = fresh_seed() if seed is None else seed
         seqs = [self.sequence(request_id, i, ids, params, seed) for i in range(params.n)]
-        texts = [self._text_stream(ids, params) for _ in seqs]
+        stop = StopStrings(params.stop)
+        texts = [self._text_stream(ids, params, stop) for _ in seqs]
         text = prompt if isinstance(prompt, str) else None
         return Request(request_id, text, ids, params, seqs, texts)
 
@@ -71,11 +73,11 @@ class Admission:
             speculates=self.makes_drafts and params.speculate is not False,
         )
 
-    def _text_stream(self, ids: list[int], params: SamplingParams) -> TextStream:
+    def _text_stream(self, ids: list[int], params: SamplingParams, stop: StopStrings) -> TextStream:
         return TextStream(
             self.tokenizer,
             prompt=ids,
-            stop=params.stop,
+            stop=stop,
             include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
         )

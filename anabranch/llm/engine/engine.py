@@ -201,6 +201,7 @@ class Engine:
         self.stats.num_graph_steps += launched.graphed
         if samples is not None:
             self.stats.count_saturated(samples.saturated)
+            self.stats.num_nan_rows += samples.num_nan_rows
         changed: dict[str, Request] = {}
         place = 0
         for run in launched.step:
@@ -231,7 +232,7 @@ class Engine:
     def _land_run(
         self,
         run: Scheduled,
-        tokens: list[int],  # none for a part of a prompt
+        tokens: list[int],  # none for a part of a prompt, or where none could be chosen
         accepted: list[int],  # which drafts
         logprobs: HostLogprobs | None,
         launched: Launched,
@@ -242,6 +243,10 @@ class Engine:
         if seq.finished:
             return  # aborted, or stopped while this step was in flight
         self._land_prompt(run, launched)
+        if run.samples and not tokens:
+            raise FloatingPointError(
+                f"all logits after {len(seq.tokens)} tokens are NaN or -inf: none can be chosen"
+            )
         request = self._requests[seq.request_id]
         if tokens:
             self._count(run, len(accepted), launched.choice.num_drafts)

@@ -31,6 +31,7 @@ from anabranch.llm.server.reply import (
     OriginWriter,
     finish_reason,
     prompt_logprobs,
+    refuse_many_logprobs,
     refuse_stream_options,
     sends_only_text,
     written,
@@ -85,6 +86,9 @@ class ChatReply:
         self._prompt = encoder.fitted(
             ids, truncate=body.truncate_prompt_tokens, max_tokens=self._max_tokens
         )
+        if body.prompt_logprobs is not None:
+            each = body.prompt_logprobs + 1
+            refuse_many_logprobs([self._prompt], each, self._service.limits)
         return [self._prompt]
 
     def events(self, place: int, delta: RequestDelta) -> bytes:

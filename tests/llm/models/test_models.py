@@ -250,10 +250,18 @@ def test_a_damaged_tokenizer_is_refused(tmp_path: Path) -> None:
         ({"model_type": "martian"}, "'martian' is not in transformers"),
         ({"model_type": "martian", "auto_map": {"AutoConfig": "x.X"}}, "code, which is not run"),
         ({"hidden_size": "wide"}, "no valid configuration"),
+        *(
+            (
+                {"quantization_config": {"quant_method": method, "bits": 4}},
+                f"format '{method}'; .* GGUF",
+            )
+            for method in ("awq", "gptq", "fp8", "bitsandbytes", "mxfp4", "compressed-tensors")
+        ),
     ],
 )
 def test_other_models_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     change_config(save_tiny(tmp_path), **changes)
+    (tmp_path / "model.safetensors").unlink()  # the configuration says it all
     with pytest.raises(ValueError, match=message):
         load_model(str(tmp_path), device="cpu")
 

@@ -1,0 +1,297 @@
+"""What a compiled attention kernel is specialised for; never a length or a batch size.
+
+Constants and programs are made by cached functions: equal ones are the same object, and a launch
+hashes a pointer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+from anabranch.kernels.config import (
+    FEW_SUMS,
+    AttendConfig,
+    is_main_tile,
+    power_of_two,
+    split_head_dim,
+)
+from anabranch.keys import StoreFormat
+
+MOST_PARTS = 64  # fixed ones of a block, if there are so many workers
+UNBOUNDED = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Sides of tiles, and which of them come first."""
+
+    block_m: int  # query rows
+    block_n: int  # keys
+    dk_main: int  # head_dim_k <= dk_main + dk_rest, powers of two
+    dk_rest: int
+    block_dv: int  # the power of two that holds head_dim_v
+    keys_first: bool
+    values_first: bool
+    lazy_peak: bool
+    paired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """How work is divided among programs."""
+
+    num_programs: int
+    num_workers: int  # teams of one program for each kv head
+    block_price: int
+    merge_price: int
+    least_share: int
+    aligned_growth: int
+    deals: bool
+    fixed_parts: bool  # parts end where their own sequence says, whichever worker attends to them
+    folds_parts: bool  # who holds all fixed parts of a block merges them as it goes
+    part_tiles: int
+    most_parts: int
+    whole_rows: int
+    uniform: bool = False  # a program for each part of part_tiles tiles, without a schedule
+
+
+@dataclass(frozen=True, slots=True)
+class Merging:
+    """How parts are merged."""
+
+    fused: bool  # by the worker that arrives last, not by a second launch
+    fan_in: int
+    group_parts: int  # fixed parts that are folded into one before groups are; 1 without groups
+    rows: int
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class ListShape:
+    """How lists of keys belong to heads, and the pages that their keys lie in."""
+
+    per_token: int
+    num_kv_heads: int
+    page_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConstants:
+    """How keys, or values, are stored and loaded."""
+
+    dim: int
+    format: StoreFormat
+    has_values: bool  # tiles are multiplied by weights
+    # (page, key) of a paged cache: these never change, and as constants they save a fifth of the
+    # inner loop's instructions
+    strides: tuple[int, int] | None = None
+    # (page, key, head); None for heads that lie first, where it depends on the number of pages
+    scale_strides: tuple[int, int, int | None] | None = None
+    words: bool = False  # codes are loaded four at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where keys lie."""
+
+    page_size: int  # 1 for contiguous keys, which have no pages
+    k: StoreConstants
+    v: StoreConstants
+    one_tile: bool  # a tile of values is the main part of the tile of keys
+    native_fp8: bool  # the GPU has the type float8_e4m3fn
+    wide_pages: bool = False  # a page spans 2^31 elements or more
+    pairs: bool = False  # both are loaded by pairs of keys
+    packed: bool = False  # NVIDIA's instructions for pairs of halves are there
+    lists: ListShape | None = None  # the table holds lists of keys, which are looked up as read
+    list_heads: tuple[int, int] | None = None  # (lists of a token, kv heads) of quantised keys
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether there is a page table."""
+        return self.k.strides is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether keys and values are numbers in tiles of their own."""
+        scaling = (self.k.format.scaling, self.v.format.scaling)
+        return scaling == ("none", "none") and not self.one_tile
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether the one scale of values is multiplied into the sum over all tiles."""
+        return self.v.words and self.v.format.scaling == "tensor"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendConstants:
+    """All of it."""
+
+    causal: bool
+    group: int  # query heads for each kv head
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    overlap: bool  # launched while the kernel ahead is still ending
+    tiles: Tiles
+    division: Division
+    merging: Merging
+    source: Source
+    leaves_empty: bool = False  # rows that see no key are not written
+    num_priors: int = 0  # states that a call goes on from
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttendProgram:
+    """Constants, and what the compiler is told beside them."""
+
+    constants: AttendConstants
+    num_warps: int
+    num_stages: int
+    max_registers: int | None
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Of a launch."""
+        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+
+
+@cache
+def attend_program(
+    config: AttendConfig,
+    *,
+    causal: bool,
+    group: int,
+    num_kv_heads: int,
+    head_dim_k: int,
+    head_dim_v: int,
+    num_programs: int,
+    page_size: int,
+    k_format: StoreFormat,
+    v_format: StoreFormat,
+    latent: bool = False,
+    native_fp8: bool = False,
+    packed: bool = False,
+    fixed_parts: bool = False,
+    folds_parts: bool = False,
+    uniform: bool = False,
+    fused: bool = True,
+    overlap: bool = False,
+    leaves_empty: bool = False,
+    limit_registers: bool = True,
+) -> AttendProgram:
+    """Join a configuration with the shapes of a call."""
+    main, rest = split_head_dim(head_dim_k)
+    block_dv = max(16, power_of_two(head_dim_v))
+    one_tile = latent and is_main_tile(head_dim_k, head_dim_v)
+    paired = config.paired and one_tile
+    if paired and group % config.block_m == 0:  # each block of heads as if it had its own keys
+        num_kv_heads, group = group // config.block_m, config.block_m
+    few_sums = config.block_m * block_dv <= FEW_SUMS
+    num_workers = max(num_programs // num_kv_heads, 1)
+    most_parts = min(num_workers, MOST_PARTS) if folds_parts else UNBOUNDED
+    constants = AttendConstants(
+        causal=causal,
+        group=group,
+        num_kv_heads=num_kv_heads,
+        head_dim_k=head_dim_k,
+        head_dim_v=head_dim_v,
+        overlap=overlap,
+        leaves_empty=leaves_empty,
+        tiles=Tiles(
+            block_m=config.block_m,
+            block_n=config.block_n,
+            dk_main=main,
+            dk_rest=rest,
+            block_dv=block_dv,
+            keys_first=config.keys_first,
+            values_first=config.values_first,
+            lazy_peak=config.lazy_peak and latent and not config.keys_first,
+            paired=paired,
+        ),
+        division=Division(
+            num_programs=max(num_programs, num_kv_heads),
+            num_workers=num_workers,
+            block_price=0 if folds_parts else config.block_price,
+            merge_price=config.merge_price,
+            least_share=config.least_share,
+            aligned_growth=config.aligned_growth,
+            deals=config.deals,
+            fixed_parts=fixed_parts or folds_parts or uniform,
+            folds_parts=folds_parts,
+            uniform=uniform,
+            part_tiles=config.part_tiles,
+            most_parts=most_parts,
+            whole_rows=config.whole_rows,
+        ),
+        merging=Merging(
+            fused=fused,
+            fan_in=config.fan_in,
+            group_parts=config.group_parts if folds_parts and few_sums else 1,
+            rows=min(config.merge_rows, config.block_m),
+            batch=config.merge_batch,
+        ),
+        source=Source(
+            page_size=page_size,
+            k=StoreConstants(head_dim_k, k_format, has_values=one_tile),
+            v=StoreConstants(head_dim_v, v_format, has_values=True),
+            one_tile=one_tile,
+            native_fp8=native_fp8,
+            packed=packed,
+        ),
+    )
+    registers = config.max_registers if limit_registers else None
+    return AttendProgram(constants, config.num_warps, config.num_stages, registers)
+
+
+@cache
+def with_page_strides(
+    constants: AttendConstants, k_strides: tuple[int, int], v_strides: tuple[int, int]
+) -> AttendConstants:
+    """The constants for a paged cache with these strides of pages and keys."""
+    source = constants.source
+    wide = source.page_size * max(k_strides[1], v_strides[1]) >= 1 << 31
+    k, v = replace(source.k, strides=k_strides), replace(source.v, strides=v_strides)
+    return replace(constants, source=replace(source, k=k, v=v, wide_pages=wide))
+
+
+@cache
+def with_codes(
+    constants: AttendConstants,
+    k_scale_strides: tuple[int, int, int | None] | None,
+    v_scale_strides: tuple[int, int, int | None] | None,
+    k_words: bool,
+    v_words: bool,
+    pairs: bool,
+    list_heads: tuple[int, int] | None = None,
+) -> AttendConstants:
+    """The constants for quantised stores: strides of scales, and how codes can be loaded."""
+    tiles, source = constants.tiles, constants.source
+    v_words = v_words and not tiles.values_first
+    source = replace(
+        source,
+        k=replace(source.k, scale_strides=k_scale_strides, words=k_words),
+        v=replace(source.v, scale_strides=v_scale_strides, words=v_words),
+        pairs=pairs and tiles.keys_first and tiles.block_m < 16,
+        list_heads=list_heads,
+    )
+    return replace(constants, source=source)
+
+
+@cache
+def with_lists(constants: AttendConstants, shape: ListShape) -> AttendConstants:
+    """The constants for lists that are looked up as they are read."""
+    return replace(constants, source=replace(constants.source, lists=shape))
+
+
+@cache
+def with_sinks(constants: AttendConstants) -> AttendConstants:
+    """The constants for a call with sinks, which every row then has."""
+    return replace(constants, leaves_empty=False) if constants.leaves_empty else constants
+
+
+@cache
+def with_priors(constants: AttendConstants, num_priors: int) -> AttendConstants:
+    """The constants for a call that goes on from so many states, which every row then has."""
+    return replace(constants, num_priors=num_priors, leaves_empty=False)
