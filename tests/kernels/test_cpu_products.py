@@ -82,6 +82,9 @@ def test_rows(name: str) -> None:
     table = describe([part], values.shape[1], float_inputs=False)
     rows = packed_rows(table, values.shape[1], ids)
     assert_close(rows, values.double()[ids], values[ids])
+    for wrong in (37, -1):
+        with pytest.raises(IndexError, match=f"rows must be below 37, got {wrong}"):
+            packed_rows(table, values.shape[1], torch.tensor([3, wrong]))
 
 
 def test_parts_of_several_formats() -> None:

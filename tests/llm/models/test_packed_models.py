@@ -84,7 +84,7 @@ def test_other_architectures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_engine_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one call a step once the prompts are read; in any batch and with drafts the same tokens."""
+    """In one call a step after the prompts; the same tokens in any batch and with drafts."""
     model = tiny_llama(initializer_range=0.4, **WIDE)
     path = str(write_gguf(tmp_path / "tiny.gguf", model, formats=MIXED))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
