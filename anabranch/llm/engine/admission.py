@@ -10,6 +10,9 @@ from anabranch.llm.engine.limits import Limits
 from anabranch.llm.engine.prompts import Prompt, encode_prompt
 from anabranch.llm.engine.request import Request
 from anabranch.llm.engine.text_stream import TextStream
+from anabranch.llm.grammar.bad_words import BadWords, bad_word_tokens
+from anabranch.llm.grammar.grammar_compiler import CompiledGrammar, GrammarCompiler
+from anabranch.llm.grammar.token_rules import TokenRules, token_mask
 from anabranch.llm.sampling.noise import child_seed, fresh_seed
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sequences.page_pool import PagePool
@@ -29,8 +32,15 @@ class Admission:
     prefix_caching: bool
     makes_drafts: bool
     seed: int | None  # of requests that give none
+    grammars: GrammarCompiler
 
-    def request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        grammar: CompiledGrammar | None = None,
+    ) -> Request:
         """Raises ValueError for what cannot be run."""
         if not isinstance(params, SamplingParams):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise ValueError(f"params must be SamplingParams, got {params!r:.80}")
@@ -44,7 +54,13 @@ class Admission:
         self._check(params)
         seed = params.seed if params.seed is not None else self.seed
         seed = fresh_seed() if seed is None else seed
+        wanted = params.structured_outputs
+        if wanted is not None and grammar is None:
+            grammar = self.grammars.compile(wanted)
         seqs = [self.sequence(request_id, i, ids, params, seed) for i in range(params.n)]
+        if params.constrained:
+            for seq in seqs:
+                seq.rules = self._rules(params, grammar)
         texts = [self._text_stream(ids, params) for _ in seqs]
         text = prompt if isinstance(prompt, str) else None
         return Request(request_id, text, ids, params, seqs, texts)
@@ -71,6 +87,15 @@ class Admission:
             speculates=self.makes_drafts and params.speculate is not False,
         )
 
+    def _rules(self, params: SamplingParams, grammar: CompiledGrammar | None) -> TokenRules:
+        """Which tokens may follow in a sequence of its own."""
+        allowed, words = None, None
+        if params.allowed_token_ids is not None:
+            allowed = token_mask(params.allowed_token_ids, self.vocab_size)
+        if params.bad_words:
+            words = BadWords(bad_word_tokens(params.bad_words, self.tokenizer))
+        return TokenRules(grammar.begin() if grammar else None, allowed, words)
+
     def _text_stream(self, ids: list[int], params: SamplingParams) -> TextStream:
         return TextStream(
             self.tokenizer,
@@ -81,12 +106,14 @@ class Admission:
         )
 
     def _check(self, params: SamplingParams) -> None:
-        ids = [*params.logit_bias, *params.stop_token_ids]
+        ids = [*params.logit_bias, *params.stop_token_ids, *(params.allowed_token_ids or ())]
         wrong = next((token for token in ids if token >= self.vocab_size), None)
         if wrong is not None:
             raise ValueError(f"token id {wrong} is not in the vocabulary of {self.vocab_size}")
         if params.stop and self.tokenizer is None:
             raise ValueError("this model has no tokenizer: stop strings cannot be seen")
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError("this model has no tokenizer: bad_words cannot be seen")
         if params.speculate and not self.makes_drafts:
             raise ValueError(
                 "speculate=True needs an engine with drafts: give LLM or EngineConfig "

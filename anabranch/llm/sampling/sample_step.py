@@ -10,7 +10,13 @@ from torch import Tensor
 
 from anabranch.llm.sampling.batch import Positions, SampleBatch, tree_arrays
 from anabranch.llm.sampling.filters import apply_filters, top_k_bounds
-from anabranch.llm.sampling.logits import add_biases, clean_scores, log_weights, penalise
+from anabranch.llm.sampling.logits import (
+    add_biases,
+    clean_scores,
+    log_weights,
+    mask_tokens,
+    penalise,
+)
 from anabranch.llm.sampling.logprobs import Logprobs, token_logprobs
 from anabranch.llm.sampling.noise import draw, noise_keys
 from anabranch.llm.sampling.parameter_rows import SamplingRows, Work
@@ -43,6 +49,8 @@ class SampleStep:
         if self.work & (Work.BIAS | Work.MIN_TOKENS):
             places, biases = rows.biases(batch, self.positions)
             arrays |= {"bias_places": places, "biases": biases} if places.size else {}
+        if batch.masks is not None:
+            arrays |= {"mask_rows": batch.masks.rows, "mask_words": batch.masks.words}
         self.tensors = upload(arrays, device) if arrays else {}
 
     @cached_property
@@ -82,8 +90,8 @@ class SampleStep:
 
     def process(self, logits: Tensor, counts: TokenCounts | None) -> Tensor:
         """The logits with biases, bans and penalties; the logits themselves if there are none."""
-        biased = "biases" in self.tensors
-        if not (biased or self.work & (Work.DRAW | Work.PENALTIES)):
+        biased, masked = "biases" in self.tensors, "mask_rows" in self.tensors
+        if not (biased or masked or self.work & (Work.DRAW | Work.PENALTIES)):
             return logits
         scores = clean_scores(logits)
         if biased:
@@ -91,6 +99,8 @@ class SampleStep:
         if Work.PENALTIES in self.work:
             assert counts is not None
             self._penalise(scores, counts)
+        if masked:
+            mask_tokens(scores, self.tensors["mask_rows"], self.tensors["mask_words"])
         return scores
 
     def _penalise(self, scores: Tensor, counts: TokenCounts) -> None:
