@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -83,13 +84,22 @@ def attend(
     state in the shape of `q`. Not differentiable.
     """
     tensors = (q, cu_seqlens_q, sinks, tree_mask, *(prior or NO_STATE), *(out or NO_STATE))
-    order = {"causal": causal, "window": window, "tree_mask": tree_mask, "impl": impl}
+    new_plan = partial(
+        make_plan,
+        q,
+        keys,
+        cu_seqlens_q=cu_seqlens_q,
+        causal=causal,
+        window=window,
+        tree_mask=tree_mask,
+        impl=impl,
+    )
     identity, kind = keys.identity, None
     if identity is not None and not check and (described := describe(tensors)) is not None:
         given = (causal, window, softcap, scale, impl, torch.is_grad_enabled())
         kind = (identity.kind, described, *given)
     if (known := CALLS.get(kind)) is not None:
-        plan = plan or make_plan(q, keys, cu_seqlens_q=cu_seqlens_q, **order)
+        plan = plan or new_plan()
         prepared = known.get(plan.kind)
         if prepared is not None and identity is not None:
             read = (plan.room, *identity.tensors)
@@ -123,7 +133,7 @@ def attend(
     if kind is None or identity is None:
         state = _attend_shaped(q, call, plan, out, impl)
     else:
-        plan = plan or make_plan(q, keys, cu_seqlens_q=cu_seqlens_q, **order)
+        plan = plan or new_plan()
         known = CALLS.keep(kind, {}) if known is None else known
         state = _attend_recorded(q, call, plan, out, tensors, known, sinks_apart is None)
     if sinks_apart is None:

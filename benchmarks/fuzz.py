@@ -45,7 +45,7 @@ from fuzzed_calls import (  # noqa: E402
 )
 
 from anabranch import AttentionState, attend, make_plan  # noqa: E402
-from anabranch.kernels.gluon.config import select_tiles  # noqa: E402
+from anabranch.kernels.hopper_config import select_tiles  # noqa: E402
 from anabranch.keys import KeySource, RaggedKV  # noqa: E402
 
 PLANNED = ("cu_seqlens_q", "causal", "window", "tree_mask")

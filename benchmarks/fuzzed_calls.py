@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from cases import SOURCES, Case
 
-from anabranch.kernels.gluon.config import HEAD_DIMS
+from anabranch.kernels.hopper_config import HEAD_DIMS
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 IMPLS = ("gluon", "latent", "triton", "torch")  # "latent" is the producer "gluon" over latent rows

@@ -51,24 +51,29 @@ KERNELS_READ = {
     "call",
     "device",
     "kernels.config",
-    "kernels.compile",
+    "kernels.constants",
+    "kernels.hopper_config",
+    "kernels.list_config",
+    "kernels.versions",
     "kernels.room",
     "launches",
     "launches.build_cache",
     "launches.driver",
     "launches.extension",
     "launches.recorder",
-    "kernels.linear_config",
-    "kernels.list_config",
-    "kernels.expert_config",
-    "kernels.route_config",
 }
-# Gluon is built on Triton: the same masks, online softmax and merge, called from both.
+# What each folder of kernels reads beside itself. Producers do not read each other.
+PARTS_OF_KERNELS = {"kernels.softmax", "kernels.load", "kernels.schedule", "kernels.parts"}
 SHARED = {
-    "kernels.triton": {"kernels.triton"},
-    "kernels.gluon": {"kernels.gluon", "kernels.triton"},
-    "kernels.cpu": {"kernels.cpu"},
-    "kernels.cuda": {"kernels.cuda"},
+    "kernels.softmax": set[str](),
+    "kernels.load": set[str](),
+    "kernels.schedule": {"kernels.softmax"},
+    "kernels.parts": {"kernels.softmax", "kernels.load", "kernels.schedule"},
+    "kernels.triton": PARTS_OF_KERNELS,
+    "kernels.gluon": PARTS_OF_KERNELS,
+    "kernels.cpu": set[str](),
+    "kernels.cuda": set[str](),
+    "kernels.layers": {"kernels.gluon", "kernels.softmax", "kernels.load"},
 }
 NO_NAMES = {"utils", "common", "helpers", "misc"}
 
@@ -138,9 +143,22 @@ def test_kernels_keep_to_their_folder() -> None:
         for module, other in IMPORTS
         if top(module) == "kernels"
         and other not in KERNELS_READ
+        and folder(module) != folder(other)
         and (folder(module) == "kernels" or folder(other) not in SHARED[folder(module)])
     ]
     assert not astray
+
+
+def test_kernels_are_launched_in_one_way() -> None:
+    """Through `launch`, which says how they are compiled and records them."""
+
+    def starts(module: str) -> Iterator[str]:
+        for node in ast.walk(ast.parse(SOURCES[module].read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript):
+                yield ast.unparse(node.func.value)
+
+    assert [*starts("launches.recorder")] == ["kernel"]  # the rule sees what is started
+    assert not {m for m in SOURCES if any(name.endswith("_kernel") for name in starts(m))}
 
 
 def asked_types(module: str) -> Iterator[str]:

@@ -50,7 +50,7 @@ def _measure_read(device: torch.device) -> float:
     values = torch.ones(num_bytes // 4, dtype=torch.int32, device=device)
     calls: list[Call] = [values.view(torch.float32).sum]
     if device.type == "cuda":
-        from anabranch.kernels.triton.read import read
+        from anabranch.bench.read_kernel import read
 
         calls.append(partial(read, values, PROGRAMS_PER_SM * num_sms(device)))
     return num_bytes / _best_us(calls, device) / 1e3

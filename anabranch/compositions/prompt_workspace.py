@@ -9,7 +9,7 @@ import torch
 
 from anabranch.compositions.up_projection import UpProjection
 from anabranch.device import capability, num_sms
-from anabranch.kernels.gluon.config import HEAD_DIMS
+from anabranch.kernels.hopper_config import HEAD_DIMS
 from anabranch.producers import ENVIRONMENT_VARIABLE
 
 MIB = 1 << 20

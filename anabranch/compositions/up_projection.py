@@ -48,7 +48,7 @@ class UpProjection(NamedTuple):
         rank, nope = self.rank, self.head_dim_nope
         absorbed = q.new_empty(*q.shape[:2], rank + q.shape[2] - nope)
         if _are_few(q) and self.weight.stride(2) == 1:
-            from anabranch.kernels.triton.absorb_queries import absorb_queries
+            from anabranch.kernels.layers.absorb_queries import absorb_queries
 
             absorb_queries(q, self.weight, absorbed, overlap=has_overlap(q.device))
             return absorbed

@@ -7,13 +7,12 @@ from typing import Any
 
 import torch
 
+_core: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _fast: Callable[..., torch.Tensor] | None = getattr(
-    torch._C._dynamo.guards,  # pyright: ignore
-    "_empty_strided_cuda",
-    None,
+    _core._dynamo.guards, "_empty_strided_cuda", None
 )
-_current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
-_is_deterministic: Callable[[], bool] = torch._C._get_deterministic_algorithms  # pyright: ignore
+_current_device: Callable[[], int] | None = getattr(_core, "_cuda_getDevice", None)
+_is_deterministic: Callable[[], bool] = _core._get_deterministic_algorithms
 
 
 def allocate(

@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 
+from anabranch.launches.compile_ahead import is_ahead
 from anabranch.launches.extension import load_launches
 
 Kind = TypeVar("Kind")
@@ -27,10 +28,11 @@ class Kinds(dict[Kind, Known]):
 def describe(tensors: tuple[torch.Tensor | None, ...]) -> bytes | None:
     """Shapes, strides, dtypes, alignments and device of tensors, of which the first is given.
 
-    None where calls cannot be prepared: on a CPU, under a tracer, without a C compiler.
+    None where calls cannot be prepared: on a CPU, under a tracer, without a C compiler, and where
+    kernels are compiled only.
     """
     first = tensors[0]
-    if torch.compiler.is_compiling() or first is None or not first.is_cuda:
+    if torch.compiler.is_compiling() or first is None or not first.is_cuda or is_ahead():
         return None
     launches = load_launches()
     return None if launches is None else launches.describe(tensors)

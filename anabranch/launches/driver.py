@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import cache
 
@@ -47,7 +47,7 @@ def load_functions(device: int, cubin: bytes, names: Iterable[str]) -> tuple[int
 
 
 @contextmanager
-def current(device: int) -> Iterator[None]:
+def current(device: int) -> Generator[None]:
     """Make a device's context the current one of this thread."""
     context = ctypes.c_void_p()
     _call("cuCtxPushCurrent_v2", ctypes.c_void_p(primary_context(device)))

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.launches import driver
+from anabranch.launches.compile_ahead import is_ahead
 from anabranch.launches.extension import load_launches
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -24,6 +25,9 @@ VALUE, POINTER, MAP = range(3)  # kinds of parameters, as in launches.c
 SIZES = {"i1": 1, "u1": 1, "i8": 1, "u8": 1, "i16": 2, "u16": 2, "i32": 4, "u32": 4, "fp32": 4}
 MAP_BYTES, POINTER_BYTES = 128, 8
 MAP_TYPES = {torch.uint8: 0, torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMap
+# How every kernel is compiled. Fused products and sums are set because the default changes between
+# versions of Triton, and results with it.
+COMPILED = {"enable_fp_fusion": True}
 ALLOCATIONS = {"aten::empty", "aten::empty_strided", "aten::empty_like", "aten::new_empty"}
 
 
@@ -69,8 +73,14 @@ _current = threading.local()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Start a kernel of Triton or Gluon."""
-    compiled = kernel[grid](*arguments, **options)
+    """Start a kernel of Triton or Gluon, the one way in which this package does.
+
+    While kernels are compiled ahead, it is compiled only.
+    """
+    if is_ahead():
+        kernel.warmup(*arguments, grid=grid, **COMPILED, **options)
+        return
+    compiled = kernel[grid](*arguments, **COMPILED, **options)
     recording: Recording | None = getattr(_current, "recording", None)
     if recording is not None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
@@ -81,7 +91,7 @@ class _Watch(TorchDispatchMode):
     """Notes operations of torch that would have to run again."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()
+        super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.recording = recording
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,7 +101,7 @@ class _Watch(TorchDispatchMode):
 
 
 @contextmanager
-def record() -> Iterator[Recording]:
+def record() -> Generator[Recording]:
     """Record what is launched inside."""
     outer, recording = getattr(_current, "recording", None), Recording()
     _current.recording = recording
@@ -151,7 +161,8 @@ def _flatten(
 ) -> Iterator[Parameter]:
     """The parameters of an argument, as the type says that Triton's compiler gives it."""
     if isinstance(kind, tuple):
-        for inner, each in zip(kind, value, strict=True):
+        inner: Any
+        for inner, each in zip(cast("tuple[Any, ...]", kind), value, strict=True):
             yield from _flatten(inner, each, maps, groups)
     elif kind.startswith("tensordesc"):
         yield from _flatten_map(value, next(maps, None), groups)

@@ -21,8 +21,8 @@ from cases import (
 
 from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, attend, make_plan
 from anabranch.append import append_kv
-from anabranch.kernels.compile_ahead import compiling_ahead
 from anabranch.kernels.config import AttendConfig
+from anabranch.launches.compile_ahead import compiling_ahead
 
 pytestmark = pytest.mark.gpu
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -187,9 +187,9 @@ def test_batch_beyond_int32(huge: torch.Tensor) -> None:
 
 
 def num_compiled() -> int:
+    from anabranch.kernels.schedule.schedule import schedule_kernel
     from anabranch.kernels.triton.append_kv import append_kv_kernel
     from anabranch.kernels.triton.attend_kernel import attend_kernel
-    from anabranch.kernels.triton.schedule import schedule_kernel
 
     kernels = (attend_kernel, schedule_kernel, append_kv_kernel)
     return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())

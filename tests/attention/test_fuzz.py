@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from anabranch import AttentionState, DenseKV, attend
-from anabranch.kernels.gluon.config import HEAD_DIMS
+from anabranch.kernels.hopper_config import HEAD_DIMS
 from anabranch.keys import KeySource
 
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))

@@ -11,8 +11,8 @@ from cases import GPU, ON_CPU, Case, assert_right, every_producer, integers, mak
 
 from anabranch import AttentionState, LatentKV, append_kv, attend, make_plan, merge, reference
 from anabranch.kernels.config import AttendConfig, select_attend
+from anabranch.kernels.load.boxes import box_keys, boxes_of
 from anabranch.kernels.triton import plan as triton_plan
-from anabranch.kernels.triton.boxes import box_keys, boxes_of
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 LATENT = Case(source="latent", num_kv_heads=1, dims=(48, 32), group=16, padding=1)

@@ -23,8 +23,8 @@ from anabranch import (
 from anabranch.kernels.config import AttendConfig
 from anabranch.kernels.cpu.encode import encode_rows, encodes_rows
 from anabranch.kernels.cpu.native import native
-from anabranch.kernels.triton.code_words import in_words
-from anabranch.kernels.triton.key_pairs import in_pairs
+from anabranch.kernels.load.key_pairs import in_pairs
+from anabranch.kernels.load.packed_codes import in_words
 from anabranch.keys.formats import BLOCK, E4M3, FORMATS, decode, empty_store, encode, encoded_store
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

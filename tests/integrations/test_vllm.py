@@ -26,7 +26,7 @@ from anabranch.integrations.vllm.context_ranks import ContextRanks, attend_acros
 from anabranch.integrations.vllm.layer_attention import attend_batch
 from anabranch.integrations.vllm.layer_options import LayerOptions, refusal
 from anabranch.integrations.vllm.query_sections import find_bounds
-from anabranch.kernels.gluon.config import select_tiles
+from anabranch.kernels.hopper_config import select_tiles
 from anabranch.keys.formats import FP8_TENSOR, encode
 from anabranch.state import AttentionState, merge_stacked
 

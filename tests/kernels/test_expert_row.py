@@ -7,7 +7,7 @@ import torch
 from tolerance import assert_close
 from torch.nn import functional
 
-from anabranch.kernels.triton import expert_row
+from anabranch.kernels.layers import expert_row
 from anabranch.llm.models.experts import mix_experts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

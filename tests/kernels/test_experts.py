@@ -12,7 +12,9 @@ from tolerance import assert_close
 from torch.nn import functional
 
 from anabranch.device import capability, num_sms
-from anabranch.kernels.expert_config import (
+from anabranch.kernels.layers import expert_product as portable
+from anabranch.kernels.layers import hopper_experts as hopper
+from anabranch.kernels.layers.expert_config import (
     HOPPER_ROWS,
     ExpertTiles,
     every_expert_config,
@@ -20,10 +22,8 @@ from anabranch.kernels.expert_config import (
     select_expert_tiles,
     select_experts,
 )
-from anabranch.kernels.gluon import expert_kernel as hopper
-from anabranch.kernels.triton import expert_product as portable
-from anabranch.kernels.triton.expert_order import order_experts
-from anabranch.kernels.triton.expert_product import find_tile
+from anabranch.kernels.layers.expert_order import order_experts
+from anabranch.kernels.layers.expert_product import find_tile
 from anabranch.llm.models import experts as module
 from anabranch.llm.models.experts import mix_experts, use_experts
 

@@ -14,10 +14,10 @@ from lengths import call_of_lengths
 from anabranch import AttentionState, attend, make_plan
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import capability
-from anabranch.kernels.gluon.config import HEAD_DIMS, hopper_constants, select_tiles
-from anabranch.kernels.gluon.items import HEADER, ITEM
-from anabranch.kernels.gluon.order import num_slots, order, order_size
 from anabranch.kernels.gluon.plan import HopperLayout, lay_out_items
+from anabranch.kernels.hopper_config import HEAD_DIMS, hopper_constants, select_tiles
+from anabranch.kernels.schedule.items import HEADER, ITEM
+from anabranch.kernels.schedule.order import num_slots, order, order_size
 from anabranch.queries import Queries
 from anabranch.rules import Rules
 

@@ -20,9 +20,9 @@ from anabranch.kernels.gluon.latent_config import (
     LatentTiles,
     latent_constants,
 )
-from anabranch.kernels.gluon.latent_walk import begin_walk, take_item
-from anabranch.kernels.triton.schedule import schedule
-from anabranch.kernels.triton.schedule_layout import schedule_size
+from anabranch.kernels.schedule.schedule import schedule
+from anabranch.kernels.schedule.schedule_layout import schedule_size
+from anabranch.kernels.schedule.walk import begin_walk, take_item
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 IS_HOPPER = torch.cuda.is_available() and capability(torch.device("cuda", 0))[0] == 9

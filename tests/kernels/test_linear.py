@@ -14,13 +14,13 @@ import torch
 from tolerance import assert_close
 from torch.nn import functional
 
-from anabranch.kernels.linear_config import (
+from anabranch.kernels.layers.linear import linear as launch
+from anabranch.kernels.layers.linear_config import (
     LinearConfig,
     every_linear_config,
     fit_linear,
     select_linear,
 )
-from anabranch.kernels.triton.linear import linear as launch
 from anabranch.llm.models.row_linear import gated_linear, linear
 
 HAS_GPU = torch.cuda.is_available()
@@ -147,14 +147,16 @@ def test_weights_are_on_their_way_before_the_wait(tmp_path: Path) -> None:
     """On Hopper, and 16 bytes at a time."""
     names = ["4 x 1024 bfloat16", "2 x 2048 bfloat16 gated"]
     script = (
-        "import json, sys; from anabranch.kernels import compile as c;"
-        "from anabranch.kernels.triton.linear import compile_cases; t = c.TARGETS['sm_90'];"
+        "import json, sys; import compiled_launch as c;"
+        "from anabranch.kernels.layers.linear import compile_cases; t = c.TARGETS['sm_90'];"
         "every = list(compile_cases(t.shared_bytes));"
         "calls = [next(f for n, f in every if n.startswith(name)) for name in sys.argv[1:]];"
         "launches = [c.record(call)[0] for call in calls];"
         "print(json.dumps([c.compile_launch(each, t).asm['ptx'] for each in launches]))"
     )
-    environment = dict(os.environ, TRITON_CACHE_DIR=str(tmp_path))
+    environment = dict(
+        os.environ, TRITON_CACHE_DIR=str(tmp_path), PYTHONPATH=os.pathsep.join(sys.path)
+    )
     environment.pop("TRITON_INTERPRET", None)
     run = subprocess.run(
         [sys.executable, "-c", script, *names], env=environment, capture_output=True, check=True

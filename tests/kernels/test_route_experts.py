@@ -17,8 +17,8 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import (  # noqa: E402
     DeepseekV3TopkRouter,
 )
 
-from anabranch.kernels.route_config import fit_route, select_route, shared_bytes_of  # noqa: E402
-from anabranch.kernels.triton.route_experts import num_places  # noqa: E402
+from anabranch.kernels.layers.route_config import fit_route, select_route, shared_bytes_of  # noqa: E402
+from anabranch.kernels.layers.route_experts import num_places  # noqa: E402
 from anabranch.llm.models import router as module  # noqa: E402
 from anabranch.llm.models.router import route_experts, use_router  # noqa: E402
 

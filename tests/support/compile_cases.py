@@ -21,6 +21,7 @@ from io import StringIO
 from traceback import format_exc
 
 import torch
+from compiled_launch import TARGETS, compile_launch, record, resources
 from configurations import every_attend_config
 from hot_loop import (
     loops_join_no_halves,
@@ -32,42 +33,40 @@ from hot_loop import (
 from lengths import call_of_lengths
 from triton import knobs
 
-from anabranch.kernels.compile import TARGETS, compile_launch, record, resources
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
-from anabranch.kernels.expert_config import (
+from anabranch.kernels.constants import AttendProgram, attend_program
+from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
+from anabranch.kernels.gluon.latent_kernel import attend_latent
+from anabranch.kernels.gluon.launch import attend as gluon_attend
+from anabranch.kernels.hopper_config import hopper_constants, pack_of, select_tiles
+from anabranch.kernels.layers import hopper_experts
+from anabranch.kernels.layers.expert_config import (
     ExpertConfig,
     every_expert_config,
     fit_experts,
     select_expert_tiles,
     select_experts,
 )
-from anabranch.kernels.gluon import expert_kernel as hopper_experts
-from anabranch.kernels.gluon.config import hopper_constants, pack_of, select_tiles
-from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
-from anabranch.kernels.gluon.latent_kernel import attend_latent
-from anabranch.kernels.gluon.launch import attend as gluon_attend
-from anabranch.kernels.gluon.order import order, order_size
+from anabranch.kernels.layers.expert_order import order_experts
+from anabranch.kernels.layers.expert_product import gate_experts, project_experts
+from anabranch.kernels.layers.expert_sum import sum_experts
 from anabranch.kernels.list_config import select_lists
+from anabranch.kernels.load.boxes import box_keys
+from anabranch.kernels.load.key_pairs import in_pairs
+from anabranch.kernels.load.packed_codes import in_words
+from anabranch.kernels.parts.merge_parts import merge_parts
+from anabranch.kernels.parts.slots import Parts
+from anabranch.kernels.schedule.order import order, order_size
+from anabranch.kernels.schedule.schedule import schedule
+from anabranch.kernels.schedule.schedule_layout import schedule_size
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend_kernel import attend
 from anabranch.kernels.triton.attend_lists import attend_lists
-from anabranch.kernels.triton.boxes import box_keys
 from anabranch.kernels.triton.choose_pages import choose_pages, renew_bounds
-from anabranch.kernels.triton.code_words import in_words
-from anabranch.kernels.triton.constants import AttendProgram, attend_program
 from anabranch.kernels.triton.draft_tree import make_draft_tree
-from anabranch.kernels.triton.expert_order import order_experts
-from anabranch.kernels.triton.expert_product import gate_experts, project_experts
-from anabranch.kernels.triton.expert_sum import sum_experts
-from anabranch.kernels.triton.key_pairs import in_pairs
 from anabranch.kernels.triton.list_pages import list_pages
 from anabranch.kernels.triton.merge import merge
-from anabranch.kernels.triton.merge_parts import merge_parts
-from anabranch.kernels.triton.merge_tree import Parts
 from anabranch.kernels.triton.move_rows import WORDS, move_rows
-from anabranch.kernels.triton.read import read
-from anabranch.kernels.triton.schedule import schedule
-from anabranch.kernels.triton.schedule_layout import schedule_size
 from anabranch.kernels.triton.share_pages import share_pages
 from anabranch.keys import PLAIN, DenseKV, LatentKV, PagedKV, SelectedKV, store_of
 from anabranch.keys.formats import FORMATS, empty_store, encoded_store
@@ -449,11 +448,6 @@ def move_rows_cases(_: int) -> Iterator[Case]:
         yield f"{word_bytes} bytes", partial(move_rows, *given)
 
 
-def read_cases(_: int) -> Iterator[Case]:
-    """What ceilings are measured with."""
-    yield "int32", partial(read, ints(1 << 20), 528)
-
-
 def share_pages_cases(_: int) -> Iterator[Case]:
     """One level and several."""
     given = {"num_tokens": 8, "page_size": 16, "min_saved_keys": 512, "min_total_keys": 1 << 16}
@@ -572,28 +566,26 @@ def expert_product_cases(shared_memory: int) -> Iterator[Case]:
     yield "odd widths", partial(launch, few, HALF, 1000, 904, True)
 
 
-TRITON = "anabranch.kernels.triton"
-GLUON = "anabranch.kernels.gluon"
+KERNELS = "anabranch.kernels"
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
-    f"{GLUON}.expert_kernel": hopper_expert_cases,
-    f"{GLUON}.kernel": gluon_cases,
-    f"{GLUON}.latent_kernel": latent_cases,
-    f"{GLUON}.order": order_cases,
-    f"{TRITON}.append_kv": append_kv_cases,
-    f"{TRITON}.attend_kernel": attend_cases,
-    f"{TRITON}.attend_lists": attend_lists_cases,
-    f"{TRITON}.choose_pages": choose_pages_cases,
-    f"{TRITON}.draft_tree": draft_tree_cases,
-    f"{TRITON}.expert_order": expert_order_cases,
-    f"{TRITON}.expert_product": expert_product_cases,
-    f"{TRITON}.expert_sum": expert_sum_cases,
-    f"{TRITON}.list_pages": list_pages_cases,
-    f"{TRITON}.merge": merge_cases,
-    f"{TRITON}.merge_parts": merge_parts_cases,
-    f"{TRITON}.move_rows": move_rows_cases,
-    f"{TRITON}.read": read_cases,
-    f"{TRITON}.share_pages": share_pages_cases,
-    f"{TRITON}.schedule": schedule_cases,
+    f"{KERNELS}.gluon.kernel": gluon_cases,
+    f"{KERNELS}.gluon.latent_kernel": latent_cases,
+    f"{KERNELS}.layers.expert_order": expert_order_cases,
+    f"{KERNELS}.layers.expert_product": expert_product_cases,
+    f"{KERNELS}.layers.expert_sum": expert_sum_cases,
+    f"{KERNELS}.layers.hopper_experts": hopper_expert_cases,
+    f"{KERNELS}.parts.merge_parts": merge_parts_cases,
+    f"{KERNELS}.schedule.order": order_cases,
+    f"{KERNELS}.schedule.schedule": schedule_cases,
+    f"{KERNELS}.triton.append_kv": append_kv_cases,
+    f"{KERNELS}.triton.attend_kernel": attend_cases,
+    f"{KERNELS}.triton.attend_lists": attend_lists_cases,
+    f"{KERNELS}.triton.choose_pages": choose_pages_cases,
+    f"{KERNELS}.triton.draft_tree": draft_tree_cases,
+    f"{KERNELS}.triton.list_pages": list_pages_cases,
+    f"{KERNELS}.triton.merge": merge_cases,
+    f"{KERNELS}.triton.move_rows": move_rows_cases,
+    f"{KERNELS}.triton.share_pages": share_pages_cases,
 }
 # What the loops of a warp-specialised kernel must do, by its name
 LOOPS = {

@@ -9,7 +9,7 @@ import torch
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata, read_batch
 from anabranch.integrations.vllm.compat import attention_interface
 from anabranch.integrations.vllm.section_kinds import section_kinds
-from anabranch.kernels.compile_ahead import compiling_ahead
+from anabranch.launches.compile_ahead import compiling_ahead
 
 _interface = attention_interface()
 

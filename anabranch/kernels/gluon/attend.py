@@ -7,7 +7,6 @@ import torch
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.device import capability
 from anabranch.kernels.gluon.boxes import store_refusal, takes_rows
-from anabranch.kernels.gluon.config import HEAD_DIMS, HopperTiles
 from anabranch.kernels.gluon.latent_attend import (
     attend_latent_keys,
     latent_refusal,
@@ -15,6 +14,7 @@ from anabranch.kernels.gluon.latent_attend import (
 )
 from anabranch.kernels.gluon.latent_plan import LatentLayout, fill_latent, lay_out_latent
 from anabranch.kernels.gluon.plan import HopperLayout, fill_items, lay_out_items
+from anabranch.kernels.hopper_config import HEAD_DIMS, HopperTiles
 from anabranch.state import AttentionState
 
 RESUMES = False

@@ -8,8 +8,8 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from anabranch.kernels.gluon.config import HopperConstants
 from anabranch.kernels.gluon.latent_config import LatentConstants
+from anabranch.kernels.hopper_config import HopperConstants
 from anabranch.keys import PLAIN, KeyStore
 
 DTYPES = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}

@@ -15,11 +15,10 @@ from anabranch.kernels.gluon.barriers import (
     bar_arrive,
     carry_weights,
 )
+from anabranch.kernels.gluon.clear_tail import clear_tail
 from anabranch.kernels.gluon.finish import finish_item
-from anabranch.kernels.gluon.idle import pass_items
-from anabranch.kernels.gluon.items import read_item
 from anabranch.kernels.gluon.queue import first_ticket, next_ticket
-from anabranch.kernels.gluon.tails import clear_tail
+from anabranch.kernels.gluon.skip_items import pass_items
 from anabranch.kernels.gluon.tile import (
     attend_tile,
     base2_scale,
@@ -27,7 +26,8 @@ from anabranch.kernels.gluon.tile import (
     issue_values,
     thread_sums,
 )
-from anabranch.kernels.triton.masks import seen_by_all
+from anabranch.kernels.schedule.items import read_item
+from anabranch.kernels.softmax.masks import seen_by_all
 
 
 @gluon.jit

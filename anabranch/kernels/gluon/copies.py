@@ -5,7 +5,7 @@ A tile of contiguous keys is one box; of paged keys, one box for each page, into
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anabranch.kernels.gluon.barriers import (
     BOTH_PRODUCERS,
@@ -16,7 +16,6 @@ from anabranch.kernels.gluon.barriers import (
     bar_arrive,
     bar_sync,
 )
-from anabranch.kernels.gluon.items import read_item
 from anabranch.kernels.gluon.queue import (
     first_ticket,
     next_ticket,
@@ -24,6 +23,8 @@ from anabranch.kernels.gluon.queue import (
     reset_counter,
     take_turn,
 )
+from anabranch.kernels.gluon.versions import load_box
+from anabranch.kernels.schedule.items import read_item
 
 
 @gluon.jit
@@ -48,15 +49,15 @@ def copy_tile(desc, buffer, full, tile, pages, page_rows, column, C: gl.constexp
     """Copy a tile of keys or values; a page begins every `page_rows` rows."""
     if C.page_size >= C.block_n:
         row = pages[0] * page_rows + tile * C.block_n % C.page_size
-        tma.async_copy_global_to_shared(desc, [row, column], full, buffer)
+        load_box(desc, [row, column], full, buffer)
     elif C.page_size:
         BOXES: gl.constexpr = C.boxes_a_tile
         for i in gl.static_range(BOXES):
             box = buffer.slice(i * C.page_size, C.page_size, 0)
-            tma.async_copy_global_to_shared(desc, [pages[i] * page_rows, column], full, box)
+            load_box(desc, [pages[i] * page_rows, column], full, box)
     else:
         row = pages[0] * page_rows + tile * C.block_n
-        tma.async_copy_global_to_shared(desc, [row, column], full, buffer)
+        load_box(desc, [row, column], full, buffer)
 
 
 @gluon.jit
@@ -82,10 +83,10 @@ def copy_queries(descs, q, q_full, q_empty, taken, token, head, C: gl.constexpr)
         mbarrier.wait(q_empty.index(wg), (taken & 1) ^ 1)
         mbarrier.expect(full, 64 * (MAIN + REST) * 2)
         main = q[0].index(wg).reshape((TOKENS, PACK, MAIN))
-        tma.async_copy_global_to_shared(descs[0], [token + wg * TOKENS, head, 0], full, main)
+        load_box(descs[0], [token + wg * TOKENS, head, 0], full, main)
         if REST:
             rest = q[1].index(wg).reshape((TOKENS, PACK, REST))
-            tma.async_copy_global_to_shared(descs[1], [token + wg * TOKENS, head, MAIN], full, rest)
+            load_box(descs[1], [token + wg * TOKENS, head, MAIN], full, rest)
 
 
 @gluon.jit

@@ -5,8 +5,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from anabranch.kernels.gluon.barriers import uniform
-from anabranch.kernels.gluon.items import read_item, read_part
-from anabranch.kernels.triton.online_softmax import (
+from anabranch.kernels.gluon.versions import store_box, thread_barrier
+from anabranch.kernels.schedule.items import read_item, read_part
+from anabranch.kernels.softmax.online_softmax import (
     LN_2,
     LOG2_E,
     finish_merge,
@@ -107,7 +108,7 @@ def is_last(parts, first_slot, num_parts, pack, C: gl.constexpr, WG: gl.constexp
     """Whether this warpgroup is the last to leave its rows of a block; it resets the counter."""
     _, _, counters_ptr = parts
     counter = counters_ptr + (first_slot * C.num_packs + pack) * 2 + WG
-    gl.thread_barrier()  # every warp's stores come before the release below
+    thread_barrier()  # every warp's stores come before the release below
     before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     last = uniform(before) == num_parts - 1
     if last:
@@ -201,7 +202,7 @@ def stage_columns(out, buffer, desc, token, head, first, C: gl.constexpr, WIDTH:
         buffer.store(out.to(buffer.dtype))
         fence_async_shared()
         box = buffer.reshape((TOKENS, PACK, WIDTH))
-        tma.async_copy_shared_to_global(desc, [token, head, first], box)
+        store_box(desc, [token, head, first], box)
     else:
         HALF: gl.constexpr = WIDTH // 2
         left, right = gl.split(gl.permute(gl.reshape(out, [64, 2, HALF]), (0, 2, 1)))

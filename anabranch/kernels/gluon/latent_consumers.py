@@ -24,10 +24,11 @@ from anabranch.kernels.gluon.latent_copies import (
     R_FREE,
 )
 from anabranch.kernels.gluon.latent_finish import finish_latent, write_empty_blocks
-from anabranch.kernels.gluon.latent_walk import begin_walk, take_item
 from anabranch.kernels.gluon.tile import base2_scale, logits_of, thread_sums
-from anabranch.kernels.triton.masks import seen_by_all
-from anabranch.kernels.triton.online_softmax import pivot_of
+from anabranch.kernels.gluon.versions import thread_barrier
+from anabranch.kernels.schedule.walk import begin_walk, take_item
+from anabranch.kernels.softmax.masks import seen_by_all
+from anabranch.kernels.softmax.online_softmax import pivot_of
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -76,7 +77,7 @@ def clear_latent_tail(values, full, phase, valid):
                 kept = gl.where((keys < valid)[:, None], rows.load(layout), 0.0)
                 rows.store(kept.to(values.dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
 
 
 @gluon.jit

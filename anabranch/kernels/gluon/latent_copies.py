@@ -6,12 +6,13 @@ are announced and freed apart.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import bar_sync
 from anabranch.kernels.gluon.copies import copy_tile, tile_pages
-from anabranch.kernels.gluon.latent_walk import begin_walk, take_item
+from anabranch.kernels.gluon.versions import load_box
+from anabranch.kernels.schedule.walk import begin_walk, take_item
 
 # Named barriers; Triton takes those up to 5.
 EVEN_DONE = gl.constexpr(6)  # the left consumer has left peaks and weights of the even half
@@ -37,9 +38,9 @@ def copy_latent_queries(q, p_odd, q_full, q_desc, rest_desc, row):
     """The 64 rows of a block; their rotary columns lie where weights will."""
     q_left, q_right = q
     mbarrier.expect(q_full, 64 * 576 * 2)
-    tma.async_copy_global_to_shared(q_desc, [row, 0], q_full, q_left.index(0))
-    tma.async_copy_global_to_shared(q_desc, [row, 256], q_full, q_right.index(0))
-    tma.async_copy_global_to_shared(rest_desc, [row, 512], q_full, p_odd)
+    load_box(q_desc, [row, 0], q_full, q_left.index(0))
+    load_box(q_desc, [row, 256], q_full, q_right.index(0))
+    load_box(rest_desc, [row, 512], q_full, p_odd)
 
 
 @gluon.jit

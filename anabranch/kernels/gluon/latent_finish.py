@@ -17,8 +17,9 @@ from anabranch.kernels.gluon.latent_copies import (
 )
 from anabranch.kernels.gluon.latent_merge import leave_part
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
-from anabranch.kernels.triton.online_softmax import LN_2, pivot_of
-from anabranch.kernels.triton.schedule_layout import read_block, read_header
+from anabranch.kernels.gluon.versions import store_box
+from anabranch.kernels.schedule.schedule_layout import read_block, read_header
+from anabranch.kernels.softmax.online_softmax import LN_2, pivot_of
 
 COLUMNS = gl.constexpr(256)  # of a consumer
 
@@ -50,7 +51,7 @@ def finish_latent(
         if left == 64:
             staging.store(out.to(staging.dtype))
             fence_async_shared()
-            tma.async_copy_shared_to_global(out_desc, [row, HALF * COLUMNS], staging)
+            store_box(out_desc, [row, HALF * COLUMNS], staging)
             tma.store_wait(0)
         else:
             starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS

@@ -15,8 +15,8 @@ from anabranch.kernels.gluon.boxes import flat_boxes, key_boxes
 from anabranch.kernels.gluon.latent_config import LatentConstants
 from anabranch.kernels.gluon.latent_consumers import consume_latent
 from anabranch.kernels.gluon.latent_copies import produce_latent
-from anabranch.kernels.triton.addressing import Rows
-from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.load.addressing import Rows
+from anabranch.kernels.parts.slots import Parts
 from anabranch.keys import KeyView
 from anabranch.launches.recorder import launch
 from anabranch.rules import Rules

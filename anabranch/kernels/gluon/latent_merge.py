@@ -14,9 +14,10 @@ from triton.experimental.gluon import language as gl
 from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
-from anabranch.kernels.gluon.latent_walk import take_item
-from anabranch.kernels.triton.merge_tree import slot_of
-from anabranch.kernels.triton.online_softmax import finish_merge, merge_part
+from anabranch.kernels.gluon.versions import thread_barrier
+from anabranch.kernels.parts.slots import slot_of
+from anabranch.kernels.schedule.walk import take_item
+from anabranch.kernels.softmax.online_softmax import finish_merge, merge_part
 
 COLUMNS = gl.constexpr(256)  # of a consumer
 TURN = gl.constexpr(1 << 16)
@@ -74,7 +75,7 @@ def leave_part(
     _, _, ahead, _ = take_item(schedule_ptr, walk, worker, W)
     patience = gl.where(ahead[0] < ahead[1], 0, C.tiles.merge_patience)
     counter = counters_ptr + (slot_of(index * 0, first_slot, pack, W) * 2 + HALF) * 2
-    gl.thread_barrier()  # every warp's stores come before the release below
+    thread_barrier()  # every warp's stores come before the release below
     present = count_at(counter, 1) + 1
     while (present < num_parts) & (patience > 0):
         present = count_at(counter, 0) % TURN

@@ -14,11 +14,10 @@ from anabranch.kernels.gluon.latent_config import (
     LatentTiles,
     latent_constants,
 )
+from anabranch.kernels.parts.slots import Parts, num_slots
 from anabranch.kernels.room import Piece, arrange
-from anabranch.kernels.triton.merge_tree import Parts
-from anabranch.kernels.triton.plan import num_slots
-from anabranch.kernels.triton.schedule import schedule as write_schedule
-from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
+from anabranch.kernels.schedule.schedule import schedule as write_schedule
+from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,10 +7,10 @@ import math
 import torch
 
 from anabranch.kernels.gluon.boxes import key_boxes, row_boxes
-from anabranch.kernels.gluon.config import HopperConstants
 from anabranch.kernels.gluon.kernel import attend_kernel
-from anabranch.kernels.triton.addressing import Rows
-from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.hopper_config import HopperConstants
+from anabranch.kernels.load.addressing import Rows
+from anabranch.kernels.parts.slots import Parts
 from anabranch.keys import KeyView
 from anabranch.launches.recorder import launch
 from anabranch.rules import Rules

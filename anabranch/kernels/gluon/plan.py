@@ -8,7 +8,7 @@ import torch
 
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_overlap, num_sms
-from anabranch.kernels.gluon.config import (
+from anabranch.kernels.hopper_config import (
     FEW_BLOCKS,
     HopperConstants,
     HopperTiles,
@@ -16,9 +16,9 @@ from anabranch.kernels.gluon.config import (
     pack_of,
     select_tiles,
 )
-from anabranch.kernels.gluon.order import BLOCK_M, may_split, num_slots, order, order_size
+from anabranch.kernels.parts.slots import Parts
 from anabranch.kernels.room import Piece, arrange
-from anabranch.kernels.triton.merge_tree import Parts
+from anabranch.kernels.schedule.order import BLOCK_M, may_split, num_slots, order, order_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import make_barriers, uniform
-from anabranch.kernels.gluon.items import ticket_of
+from anabranch.kernels.schedule.items import ticket_of
 
 
 @gluon.jit

@@ -18,9 +18,9 @@ from anabranch.kernels.gluon.barriers import (
     exp2,
     hidden_zero,
 )
-from anabranch.kernels.triton.masks import visible
-from anabranch.kernels.triton.online_softmax import LOG2_E, pivot_of
-from anabranch.kernels.triton.tiles import capped
+from anabranch.kernels.softmax.logits import capped
+from anabranch.kernels.softmax.masks import visible
+from anabranch.kernels.softmax.online_softmax import LOG2_E, pivot_of
 
 
 @gluon.jit

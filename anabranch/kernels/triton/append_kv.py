@@ -7,8 +7,8 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.config import power_of_two, select_merge
-from anabranch.kernels.triton.addressing import Rows, store_arguments
-from anabranch.kernels.triton.codec import encode_rows
+from anabranch.kernels.load.addressing import Rows, store_arguments
+from anabranch.kernels.load.codec import encode_rows
 from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.keys import PLAIN, KeyStore
 from anabranch.launches.recorder import launch

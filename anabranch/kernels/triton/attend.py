@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from anabranch.call import AttendCall, PlanOptions, new_state
+from anabranch.kernels.parts.merge_parts import merge_parts
 from anabranch.kernels.triton.attend_kernel import attend as launch
 from anabranch.kernels.triton.attend_lists import attend_lists, parts_of_list
 from anabranch.kernels.triton.list_pages import list_pages
-from anabranch.kernels.triton.merge_parts import merge_parts
 from anabranch.kernels.triton.plan import TritonLayout, TritonPlan, fill_plan, lay_out
 from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.state import AttentionState

@@ -14,28 +14,22 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.addressing import Rows, view_arguments
-from anabranch.kernels.triton.boxes import boxes_of
-from anabranch.kernels.triton.code_words import in_words
-from anabranch.kernels.triton.constants import (
+from anabranch.kernels.constants import (
     AttendProgram,
     with_codes,
     with_page_strides,
     with_priors,
     with_sinks,
 )
-from anabranch.kernels.triton.key_pairs import in_pairs
-from anabranch.kernels.triton.merge_groups import merge_groups
-from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
-from anabranch.kernels.triton.online_softmax import (
-    LOG2_E,
-    empty_state,
-    finish_state,
-)
-from anabranch.kernels.triton.output import write_rows
-from anabranch.kernels.triton.pair import attend_pair, attend_parts
-from anabranch.kernels.triton.resume import prior_arguments, resume
-from anabranch.kernels.triton.schedule_layout import (
+from anabranch.kernels.load.addressing import Rows, view_arguments
+from anabranch.kernels.load.boxes import boxes_of
+from anabranch.kernels.load.key_pairs import in_pairs
+from anabranch.kernels.load.packed_codes import in_words
+from anabranch.kernels.parts.merge_groups import merge_groups
+from anabranch.kernels.parts.merge_tree import merge_tree
+from anabranch.kernels.parts.output import write_rows
+from anabranch.kernels.parts.slots import Parts, leave_part
+from anabranch.kernels.schedule.schedule_layout import (
     is_dealt,
     pair_of,
     part_of,
@@ -47,6 +41,13 @@ from anabranch.kernels.triton.schedule_layout import (
     read_worker,
     units_of,
 )
+from anabranch.kernels.softmax.online_softmax import (
+    LOG2_E,
+    empty_state,
+    finish_state,
+)
+from anabranch.kernels.triton.attend_block import attend_pair, attend_parts
+from anabranch.kernels.triton.prior_states import prior_arguments, resume
 from anabranch.keys import KeyView, ScaleStore
 from anabranch.launches.recorder import launch
 from anabranch.rules import Rules

@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.triton.addressing import Rows, list_arguments, view_arguments
-from anabranch.kernels.triton.constants import (
+from anabranch.kernels.constants import (
     AttendConstants,
     AttendProgram,
     ListShape,
@@ -22,11 +21,13 @@ from anabranch.kernels.triton.constants import (
     with_page_strides,
     with_priors,
 )
-from anabranch.kernels.triton.merge_tree import Parts, leave_part, merge_tree
-from anabranch.kernels.triton.online_softmax import finish_state
-from anabranch.kernels.triton.output import write_rows
-from anabranch.kernels.triton.pair import attend_pair
-from anabranch.kernels.triton.resume import prior_arguments
+from anabranch.kernels.load.addressing import Rows, list_arguments, view_arguments
+from anabranch.kernels.parts.merge_tree import merge_tree
+from anabranch.kernels.parts.output import write_rows
+from anabranch.kernels.parts.slots import Parts, leave_part
+from anabranch.kernels.softmax.online_softmax import finish_state
+from anabranch.kernels.triton.attend_block import attend_pair
+from anabranch.kernels.triton.prior_states import prior_arguments
 from anabranch.keys import KeyView
 from anabranch.launches.recorder import launch
 from anabranch.rules import Rules

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.config import power_of_two
+from anabranch.launches.recorder import launch
 
 BLOCK = 32  # pages that one program scores
 FEW_WARPS = 4096  # pages of a sequence up to which four warps hold all scores
@@ -26,11 +27,22 @@ def renew_bounds(
     num_tokens, (_, size, num_kv_heads, dim) = slot_mapping.shape[0], k.shape
     if not num_tokens:
         return
-    renew_bounds_kernel[num_tokens, num_kv_heads](
-        low, high, k, *k.stride(), slot_mapping, num_tokens,
-        NUM_KV_HEADS=num_kv_heads, HEAD_DIM=dim, PAGE_SIZE=size,
-        BLOCK_D=power_of_two(dim), BLOCK_N=power_of_two(size), num_warps=4,
-    )  # fmt: skip
+    launch(
+        renew_bounds_kernel,
+        (num_tokens, num_kv_heads),
+        low,
+        high,
+        k,
+        *k.stride(),
+        slot_mapping,
+        num_tokens,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=dim,
+        PAGE_SIZE=size,
+        BLOCK_D=power_of_two(dim),
+        BLOCK_N=power_of_two(size),
+        num_warps=4,
+    )
 
 
 def choose_pages(
@@ -55,16 +67,43 @@ def choose_pages(
     table = torch.empty((rows, min(num_chosen, width)), dtype=torch.int32, device=q.device)
     if not table.numel():
         return table
-    score_pages_kernel[rows, triton.cdiv(width, BLOCK)](
-        q, q.stride(0), q.stride(1), low, high, page_table, page_table.stride(0), seq_lens,
-        scores, width, NUM_KV_HEADS=num_kv_heads, GROUP=num_heads // num_kv_heads, HEAD_DIM=dim,
-        PAGE_SIZE=page_size, BLOCK_D=power_of_two(dim), BLOCK=BLOCK, num_warps=4,
-    )  # fmt: skip
-    pick_pages_kernel[rows,](
-        scores, page_table, page_table.stride(0), seq_lens, table, width, table.shape[1],
-        page_step, NUM_KV_HEADS=num_kv_heads, PAGE_SIZE=page_size,
-        BLOCK_P=power_of_two(width), num_warps=4 if width <= FEW_WARPS else 16,
-    )  # fmt: skip
+    launch(
+        score_pages_kernel,
+        (rows, triton.cdiv(width, BLOCK)),
+        q,
+        q.stride(0),
+        q.stride(1),
+        low,
+        high,
+        page_table,
+        page_table.stride(0),
+        seq_lens,
+        scores,
+        width,
+        NUM_KV_HEADS=num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        HEAD_DIM=dim,
+        PAGE_SIZE=page_size,
+        BLOCK_D=power_of_two(dim),
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+    launch(
+        pick_pages_kernel,
+        (rows,),
+        scores,
+        page_table,
+        page_table.stride(0),
+        seq_lens,
+        table,
+        width,
+        table.shape[1],
+        page_step,
+        NUM_KV_HEADS=num_kv_heads,
+        PAGE_SIZE=page_size,
+        BLOCK_P=power_of_two(width),
+        num_warps=4 if width <= FEW_WARPS else 16,
+    )
     return table
 
 

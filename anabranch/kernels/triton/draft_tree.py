@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.triton.runtime import device_refusal
+from anabranch.launches.recorder import launch
 
 MAX_NODES: tl.constexpr = tl.constexpr(64)
 DOUBLINGS: tl.constexpr = tl.constexpr(6)  # 2^6 steps lead from any of 64 nodes to its root
@@ -28,10 +29,18 @@ def make_draft_tree(
     mask = torch.zeros((num_tokens, width), dtype=torch.bool, device=parents.device)
     positions = torch.zeros(num_tokens, dtype=torch.int32, device=parents.device)
     if num_seqs:
-        draft_tree_kernel[num_seqs,](
-            parents, starts, seq_lens, mask.view(torch.uint8), positions, num_tokens, width,
+        launch(
+            draft_tree_kernel,
+            (num_seqs,),
+            parents,
+            starts,
+            seq_lens,
+            mask.view(torch.uint8),
+            positions,
+            num_tokens,
+            width,
             num_warps=4,
-        )  # fmt: skip
+        )
     return mask, positions
 
 

@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.launches.recorder import launch
+
 BLOCK = 2048  # tokens of a tile: enough tiles to fill a GPU with a single row of 100k tokens
 
 WEYL = tl.constexpr(0x9E3779B1)  # tokens start this far apart
@@ -26,7 +28,9 @@ def gumbel_argmax(
     num_tiles = triton.cdiv(vocab_size, BLOCK)
     peaks = log_weights.new_empty(num_rows, num_tiles)
     tokens = torch.empty(num_rows, num_tiles, dtype=torch.int64, device=log_weights.device)
-    gumbel_argmax_kernel[num_rows, num_tiles](
+    launch(
+        gumbel_argmax_kernel,
+        (num_rows, num_tiles),
         log_weights,
         log_weights.stride(0),
         keys,

@@ -11,8 +11,9 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.config import power_of_two, select_merge
-from anabranch.kernels.triton.online_softmax import empty_state, finish_merge, merge_part
+from anabranch.kernels.softmax.online_softmax import empty_state, finish_merge, merge_part
 from anabranch.kernels.triton.runtime import require_triton_device
+from anabranch.launches.recorder import launch
 from anabranch.state import AttentionState
 
 
@@ -32,7 +33,9 @@ def merge(
     num_tokens, num_heads, head_dim = out.shape
     num_rows = num_tokens * num_heads
     config = select_merge(head_dim)
-    merge_kernel[-(-num_rows // config.block_rows),](
+    launch(
+        merge_kernel,
+        (-(-num_rows // config.block_rows),),
         tuple(state.out for state in states),
         tuple(state.lse for state in states),
         tuple(state.out.stride() for state in states),

@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.launches.recorder import launch
+
 BLOCK: tl.constexpr = tl.constexpr(256)  # words of a row that one program moves
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}  # by bytes
 
@@ -21,10 +23,18 @@ def move_rows(
     """Copy the row of each accepted node to the slot of its depth."""
     num_seqs, width = slots.shape
     pieces = triton.cdiv(longest, BLOCK.value)
-    move_rows_kernel[stores.shape[0] * pieces, num_seqs](
-        stores, slots.contiguous(), path.contiguous(), num_accepted, pieces, width,
-        WORD=WORDS[word_bytes], num_warps=4,
-    )  # fmt: skip
+    launch(
+        move_rows_kernel,
+        (stores.shape[0] * pieces, num_seqs),
+        stores,
+        slots.contiguous(),
+        path.contiguous(),
+        num_accepted,
+        pieces,
+        width,
+        WORD=WORDS[word_bytes],
+        num_warps=4,
+    )
 
 
 @triton.jit(do_not_specialize=["pieces", "width"])

@@ -21,17 +21,16 @@ from anabranch.kernels.config import (
     is_main_tile,
     select_attend,
 )
+from anabranch.kernels.constants import AttendProgram, attend_program
 from anabranch.kernels.list_config import select_lists
+from anabranch.kernels.load.boxes import box_keys
+from anabranch.kernels.load.key_pairs import in_pairs
+from anabranch.kernels.load.packed_codes import in_words
+from anabranch.kernels.parts.slots import Parts, num_slots
 from anabranch.kernels.room import Piece, arrange
+from anabranch.kernels.schedule.schedule import schedule
+from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list
-from anabranch.kernels.triton.boxes import box_keys
-from anabranch.kernels.triton.code_words import in_words
-from anabranch.kernels.triton.constants import AttendConstants, AttendProgram, attend_program
-from anabranch.kernels.triton.key_pairs import in_pairs
-from anabranch.kernels.triton.merge_tree import Parts
-from anabranch.kernels.triton.schedule import schedule
-from anabranch.kernels.triton.schedule_layout import num_blocks_bound, schedule_size
-from anabranch.keys import KeySource
 
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 
@@ -205,22 +204,3 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         leaves_empty=options.leave_empty,
         limit_registers=not torch.version.hip,  # AMD's compiler takes no limit
     )
-
-
-def num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
-    """Two for each worker; with fixed parts, one for each part that there can be.
-
-    Where parts are folded, only those of blocks that several workers hold wait: at most one such
-    block begins in a worker's share.
-    """
-    division = constants.division
-    if not division.fixed_parts:
-        return 2 * division.num_workers * constants.num_kv_heads
-    part = division.part_tiles * constants.tiles.block_n  # shorter blocks are not cut
-    per_block = min(-(-keys.capacity // part), division.most_parts)
-    per_seq = -(-division.whole_rows // constants.tiles.block_m)  # blocks of what is cut at all
-    by_length = per_seq * (keys.total_capacity // part + keys.num_seqs)
-    if division.folds_parts:
-        cut = min(division.num_workers, blocks, per_seq * keys.num_seqs)
-        return max(min(cut * per_block, by_length), 1) * constants.num_kv_heads
-    return max(min(blocks * per_block, blocks + by_length), blocks) * constants.num_kv_heads

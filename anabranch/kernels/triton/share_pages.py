@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.triton.runtime import device_refusal
+from anabranch.launches.recorder import launch
 
 
 def refusal(device: torch.device) -> str | None:
@@ -40,11 +41,24 @@ def share_pages(
     table, rest_table = (page_table.new_empty(rows, max_pages) for rows in (num_spans, num_seqs))
     lengths = (page_table, page_table.stride(0), seq_lens, starts, num_seqs, max_pages)
     if num_seqs:
-        common_pages_kernel[num_seqs,](*lengths, common, PAGE_SIZE=page_size, num_warps=4)
-    share_pages_kernel[num_seqs + 1,](
-        *lengths, common, cu_seqlens, table, spans, rest_table, rest_lens, num_tokens,
-        min_saved_keys, min_total_keys, PAGE_SIZE=page_size, LEVELS=levels, num_warps=4,
-    )  # fmt: skip
+        launch(common_pages_kernel, (num_seqs,), *lengths, common, PAGE_SIZE=page_size, num_warps=4)
+    launch(
+        share_pages_kernel,
+        (num_seqs + 1,),
+        *lengths,
+        common,
+        cu_seqlens,
+        table,
+        spans,
+        rest_table,
+        rest_lens,
+        num_tokens,
+        min_saved_keys,
+        min_total_keys,
+        PAGE_SIZE=page_size,
+        LEVELS=levels,
+        num_warps=4,
+    )
     return cu_seqlens, table, spans, rest_table, rest_lens
 
 

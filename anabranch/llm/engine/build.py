@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from anabranch.distributed.rank_group import RankGroup, check_agreement, make_on_all
-from anabranch.kernels.compile_ahead import compiling_ahead
+from anabranch.launches.compile_ahead import compiling_ahead
 from anabranch.llm.engine.attention_ways import decode_keys, shared_prefixes
 from anabranch.llm.engine.config import DTYPES, EngineConfig
 from anabranch.llm.engine.drafters import check_windows, make_chain

@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from anabranch.device import capability, has_overlap, num_sms, shared_memory
-from anabranch.kernels.expert_config import fit_experts, select_expert_tiles, select_experts
+from anabranch.kernels.layers.expert_config import fit_experts, select_expert_tiles, select_experts
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
 
 NAME = "anabranch"  # among transformers' implementations of experts
@@ -73,8 +73,8 @@ def _mix(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    from anabranch.kernels.triton.expert_order import order_experts
-    from anabranch.kernels.triton.expert_sum import sum_experts
+    from anabranch.kernels.layers.expert_order import order_experts
+    from anabranch.kernels.layers.expert_sum import sum_experts
 
     (num_tokens, top_k), (num_experts, k, n) = experts.shape, down.shape
     num_rows = num_tokens * top_k
@@ -90,13 +90,13 @@ def _mix(
     weights = weights.reshape(-1).contiguous()
     tiles = select_expert_tiles(num_rows, num_experts)
     if tiles is not None and _takes_boxes(x, gate_up, down):
-        from anabranch.kernels.gluon import expert_kernel as hopper
+        from anabranch.kernels.layers import hopper_experts as hopper
 
         given = tiles, num_sms(x.device)
         hopper.gate_experts(x, gate_up, order, starts, counters[:1], inner, *given)
         hopper.project_experts(inner, down, order, starts, counters[1:], weights, outer, *given)
     else:
-        from anabranch.kernels.triton.expert_product import gate_experts, project_experts
+        from anabranch.kernels.layers.expert_product import gate_experts, project_experts
 
         config = fit_experts(
             select_experts(num_rows, num_experts),
@@ -125,7 +125,7 @@ def _mix_row(
     down: torch.Tensor,
 ) -> torch.Tensor:
     """For one token, whose experts each have one row."""
-    from anabranch.kernels.triton.expert_row import gate_row, project_row
+    from anabranch.kernels.layers.expert_row import gate_row, project_row
 
     y, inner = x.new_empty(x.shape), x.new_empty(experts.shape[1], down.shape[2])
     row, chosen, weights = (given.reshape(-1).contiguous() for given in (x, experts, weights))

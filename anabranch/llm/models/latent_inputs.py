@@ -76,7 +76,7 @@ def _inputs(
     epsilon: float,
     neighbours: bool,
 ) -> QueriesAndRows:
-    from anabranch.kernels.triton.latent_inputs import latent_inputs as launch
+    from anabranch.kernels.layers.latent_inputs import latent_inputs as launch
 
     q, latent = _last_contiguous(q), _last_contiguous(latent)
     q_out, rows = q.new_empty(q.shape), latent.new_empty(latent.shape)

@@ -13,7 +13,7 @@ from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2TopkR
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from anabranch.device import has_overlap, shared_memory
-from anabranch.kernels.route_config import fit_route, select_route
+from anabranch.kernels.layers.route_config import fit_route, select_route
 from anabranch.llm.models.experts import is_on_gpu
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
 
@@ -104,8 +104,8 @@ def _route(
     normalised: bool,
     scale: float,
 ) -> Routed:
-    from anabranch.kernels.triton.route_experts import num_places
-    from anabranch.kernels.triton.route_experts import route_experts as launch
+    from anabranch.kernels.layers.route_experts import num_places
+    from anabranch.kernels.layers.route_experts import route_experts as launch
 
     experts = torch.empty(len(x), top_k, dtype=torch.int32, device=x.device)
     weights = torch.empty(len(x), top_k, dtype=torch.float32, device=x.device)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from anabranch.device import has_overlap
-from anabranch.kernels.linear_config import LinearConfig, fit_linear, select_linear
+from anabranch.kernels.layers.linear_config import LinearConfig, fit_linear, select_linear
 from anabranch.shapes import Sizes, check_device, check_dtype
 
 
@@ -81,7 +81,7 @@ def _linear(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torc
     config = choose(x, w)
     if config is None:
         return functional.linear(x, w, bias)
-    from anabranch.kernels.triton.linear import linear as launch
+    from anabranch.kernels.layers.linear import linear as launch
 
     y = x.new_empty(w.shape[0])
     launch(_row(x), w, None if bias is None else bias.contiguous(), y, config)
@@ -92,7 +92,7 @@ def _gated_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     config = choose(x, w)
     if config is None:
         return _gate(functional.linear(x, w))
-    from anabranch.kernels.triton.linear import linear as launch
+    from anabranch.kernels.layers.linear import linear as launch
 
     y = x.new_empty(w.shape[0] // 2)
     launch(_row(x), w, None, y, config, gated=True)

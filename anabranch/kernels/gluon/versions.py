@@ -1,0 +1,18 @@
+"""Functions of Gluon whose names differ between versions of Triton, under one name each.
+
+`thread_barrier()` joins the threads of a partition, `load_box` and `store_box` copy a box between
+global and shared memory by the tensor memory accelerator, `load_shared` copies by each thread.
+"""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+from anabranch.kernels.versions import since
+
+thread_barrier = getattr(gl, since({(3, 6): "thread_barrier", (3, 7): "barrier"}))
+load_box = getattr(tma, since({(3, 6): "async_copy_global_to_shared", (3, 8): "async_load"}))
+store_box = getattr(tma, since({(3, 6): "async_copy_shared_to_global", (3, 8): "async_store"}))
+load_shared = getattr(
+    async_copy, since({(3, 6): "async_copy_global_to_shared", (3, 8): "async_load"})
+)

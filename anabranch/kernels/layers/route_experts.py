@@ -1,0 +1,266 @@
+"""The experts of each token and their weights, by one launch: product, scores and choice.
+
+Programs multiply parts of the weight. The one that ends last for its tokens adds up the sums of
+all, in the order of their parts, and chooses.
+
+Experts have places: each group of experts begins at a multiple of a power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.config import power_of_two
+from anabranch.kernels.layers.choose_experts import choose_experts
+from anabranch.kernels.layers.expert_product import load_columns
+from anabranch.kernels.layers.route_config import (
+    RouteConfig,
+    every_route_case,
+    fit_route,
+    select_route,
+)
+from anabranch.launches.recorder import launch
+
+ROWS = 16  # tokens whose experts are chosen at once; more do not fit into registers
+
+
+def num_places(num_experts: int, num_groups: int) -> int:
+    """Columns that hold the scores of all experts; a product has 16 at least."""
+    return max(power_of_two(num_groups) * power_of_two(num_experts // num_groups), 16)
+
+
+def route_experts(
+    x: torch.Tensor,  # [num_tokens, k], contiguous rows
+    w: torch.Tensor,  # [num_experts, k], contiguous rows
+    bias: torch.Tensor | None,  # [num_experts], added to scores for the choice only
+    arrived: torch.Tensor | None,  # int32, zeros, one for every block of tokens; left as zeros
+    experts: torch.Tensor,  # int32 [num_tokens, top_k]
+    weights: torch.Tensor,  # float32 [num_tokens, top_k]
+    config: RouteConfig,
+    *,
+    num_groups: int,
+    top_groups: int,
+    sigmoid: bool,
+    normalised: bool,
+    scale: float,
+) -> None:
+    """Write the experts of each token, best first, and their weights."""
+    num_tokens, num_experts = x.shape[0], w.shape[0]
+    num_blocks, places = (
+        triton.cdiv(num_tokens, config.block_m),
+        num_places(num_experts, num_groups),
+    )
+    splits = min(config.splits, triton.cdiv(x.shape[1], config.block_k))
+    parts = splits * (places // config.block_e)
+    sums = None
+    if parts > 1:
+        shape = splits, num_tokens, places
+        sums = torch.empty(shape, dtype=torch.float32, device=x.device)
+        if arrived is None or arrived.shape[0] < num_blocks:
+            arrived = torch.zeros(num_blocks, dtype=torch.int32, device=x.device)
+    launch(
+        route_experts_kernel,
+        (num_blocks, parts),
+        x,
+        w,
+        bias,
+        sums,
+        arrived,
+        experts,
+        weights,
+        x.stride(0),
+        w.stride(0),
+        num_tokens,
+        scale,
+        K=x.shape[1],
+        NUM_EXPERTS=num_experts,
+        NUM_GROUPS=num_groups,
+        TOP_GROUPS=top_groups,
+        TOP_K=experts.shape[1],
+        SIGMOID=sigmoid,
+        NORMALISED=normalised,
+        GROUPS=power_of_two(num_groups),
+        PLACES=places,
+        SLOTS=power_of_two(experts.shape[1]),
+        ROWS=min(ROWS, power_of_two(num_tokens)),
+        CHUNKS=config.block_m // ROWS,
+        BLOCK_M=config.block_m,
+        BLOCK_E=config.block_e,
+        BLOCK_K=min(config.block_k, max(power_of_two(x.shape[1]), 16)),
+        SPLITS=splits,
+        OVERLAP=config.overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_pdl": True} if config.overlap else {}),
+    )
+
+
+def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Launches on meta tensors that cover the configurations."""
+    hopper = shared_bytes >= 227 * 1024
+
+    def launch(num_tokens: int, num_experts: int, k: int, num_groups: int) -> object:
+        places = num_places(num_experts, num_groups)
+        config = fit_route(
+            select_route(num_tokens, places, k),
+            itemsize=2,
+            shared_bytes=shared_bytes,
+            hopper=hopper,
+        )
+        x, w = (
+            torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
+            for rows in (num_tokens, num_experts)
+        )
+        grouped = num_groups > 1
+        bias = torch.empty(num_experts, device="meta") if grouped else None
+        experts = torch.empty(num_tokens, 8, dtype=torch.int32, device="meta")
+        options = {"num_groups": num_groups, "top_groups": 4 if grouped else 1, "scale": 2.5}
+        return route_experts(
+            x, w, bias, None, experts, experts.float(), config,
+            sigmoid=grouped, normalised=grouped, **options,
+        )  # fmt: skip
+
+    for num_tokens, num_experts, k in every_route_case():
+        groups = 8 if num_experts > 64 else 1
+        case = partial(launch, num_tokens, num_experts, k, groups)
+        yield f"{num_tokens} tokens, {num_experts} experts", case
+
+
+@triton.jit
+def multiply_tile(x, w, sums):
+    """Products of 16 bits are exact in float32; those of float32 are computed as such."""
+    if x.dtype == w.dtype:
+        return tl.dot(x, w, sums, input_precision="ieee")
+    else:
+        return tl.dot(x.to(tl.float32), w.to(tl.float32), sums, input_precision="ieee")
+
+
+@triton.jit
+def add_sums(sums_ptr, tokens, num_tokens, PLACES: tl.constexpr, SPLITS: tl.constexpr):
+    """The logits [rows, PLACES] of some tokens, in the order of the parts of their columns."""
+    places = tl.arange(0, PLACES)
+    mask = (tokens < num_tokens)[:, None]
+    logits = tl.zeros([tokens.shape[0], PLACES], tl.float32)
+    for part in tl.static_range(SPLITS):
+        rows = (tokens + part * num_tokens).to(tl.int64)
+        ptrs = sums_ptr + rows[:, None] * PLACES + places[None, :]
+        logits += tl.load(ptrs, mask, other=0.0, cache_modifier=".cg")
+    return logits
+
+
+@triton.jit
+def write_choice(
+    logits, bias_ptr, experts_ptr, weights_ptr, tokens, num_tokens, scale,
+    NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
+    GROUPS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
+    SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
+):  # fmt: skip
+    """Write the experts of some tokens with these logits [rows, places], and their weights."""
+    SPAN: tl.constexpr = logits.shape[1] // GROUPS
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    places, slots = tl.arange(0, logits.shape[1]), tl.arange(0, SLOTS)
+    is_expert = (places % SPAN < GROUP_SIZE) & (places // SPAN < NUM_GROUPS)
+    bias = tl.zeros([logits.shape[1]], tl.float32)
+    if bias_ptr is not None:
+        found = places // SPAN * GROUP_SIZE + places % SPAN
+        bias = tl.load(bias_ptr + found, is_expert, other=0.0).to(tl.float32)
+    chosen, weights = choose_experts(
+        logits, bias, is_expert, scale,
+        TOP_GROUPS, GROUPS, NUM_GROUPS > 1, TOP_K, SLOTS, SIGMOID, NORMALISED,
+    )  # fmt: skip
+    offsets = tokens.to(tl.int64)[:, None] * TOP_K + slots[None, :]
+    mask = (tokens < num_tokens)[:, None] & (slots < TOP_K)[None, :]
+    tl.store(experts_ptr + offsets, chosen // SPAN * GROUP_SIZE + chosen % SPAN, mask)
+    tl.store(weights_ptr + offsets, weights, mask)
+
+
+@triton.jit(do_not_specialize=["num_tokens", "scale"])
+def route_experts_kernel(
+    x_ptr,  # [num_tokens, K]
+    w_ptr,  # [NUM_EXPERTS, K]
+    bias_ptr,  # [NUM_EXPERTS] or None
+    sums_ptr,  # [SPLITS, num_tokens, PLACES], or None if a program has all of a token's
+    arrived_ptr,  # [num_blocks], or None
+    experts_ptr,  # [num_tokens, TOP_K]
+    weights_ptr,  # [num_tokens, TOP_K]
+    x_stride,
+    w_stride,
+    num_tokens,
+    scale,
+    K: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SIGMOID: tl.constexpr,  # of logits are the scores; otherwise their softmax
+    NORMALISED: tl.constexpr,
+    GROUPS: tl.constexpr,  # the powers of two that hold NUM_GROUPS and TOP_K
+    PLACES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    ROWS: tl.constexpr,  # tokens whose experts are chosen at once,
+    CHUNKS: tl.constexpr,  # and how often
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLITS: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    SPAN: tl.constexpr = PLACES // GROUPS
+    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    PART_K: tl.constexpr = (TILES + SPLITS - 1) // SPLITS * BLOCK_K
+    block = tl.program_id(0)
+    split, first_place = tl.program_id(1) % SPLITS, tl.program_id(1) // SPLITS * BLOCK_E
+    dims = tl.arange(0, BLOCK_K)
+    own = first_place + tl.arange(0, BLOCK_E)
+    is_own = (own % SPAN < GROUP_SIZE) & (own // SPAN < NUM_GROUPS)
+    w_rows = own // SPAN * GROUP_SIZE + own % SPAN
+    w_ptrs = w_ptr + (w_rows * w_stride)[None, :] + dims[:, None]
+    tokens = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    x_ptrs = x_ptr + tokens.to(tl.int64)[:, None] * x_stride + dims[None, :]
+    mask = (tokens < num_tokens)[:, None]
+    begin = split * PART_K
+
+    sums = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    if PART_K == BLOCK_K:
+        w = load_columns(w_ptrs, is_own[None, :], begin, dims[:, None], K, BLOCK_K)
+        if OVERLAP:
+            gdc_launch_dependents()
+            gdc_wait()
+        x = load_columns(x_ptrs, mask, begin, dims[None, :], K, BLOCK_K)
+        sums = multiply_tile(x, w, sums)
+    else:
+        if OVERLAP:
+            gdc_wait()
+        for first in range(begin, tl.minimum(begin + PART_K, K), BLOCK_K):
+            x = load_columns(x_ptrs, mask, first, dims[None, :], K, BLOCK_K)
+            w = load_columns(w_ptrs, is_own[None, :], first, dims[:, None], K, BLOCK_K)
+            sums = multiply_tile(x, w, sums)
+
+    PARTS: tl.constexpr = SPLITS * (PLACES // BLOCK_E)
+    if PARTS > 1:
+        rows = split.to(tl.int64) * num_tokens + tokens
+        tl.store(sums_ptr + rows[:, None] * PLACES + own[None, :], sums, mask)
+        tl.debug_barrier()  # every warp's stores come before the release below
+        before = tl.atomic_add(arrived_ptr + block, 1, sem="acq_rel", scope="gpu")
+        if before < PARTS - 1:
+            return
+        tl.store(arrived_ptr + block, 0)
+        for chunk in range(CHUNKS):
+            some = block * BLOCK_M + chunk * ROWS + tl.arange(0, ROWS)
+            logits = add_sums(sums_ptr, some, num_tokens, PLACES, SPLITS)
+            write_choice(
+                logits, bias_ptr, experts_ptr, weights_ptr, some, num_tokens, scale,
+                NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUPS, TOP_K, SLOTS, SIGMOID, NORMALISED,
+            )  # fmt: skip
+    else:
+        write_choice(
+            sums, bias_ptr, experts_ptr, weights_ptr, tokens, num_tokens, scale,
+            NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUPS, TOP_K, SLOTS, SIGMOID, NORMALISED,
+        )  # fmt: skip

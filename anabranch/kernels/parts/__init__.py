@@ -1,0 +1,1 @@
+"""States of parts: where they wait, and how they are merged."""

@@ -1,0 +1,274 @@
+"""The order of work on a Hopper GPU: which rows attend to which keys, longest first.
+
+Queries are cut into blocks of BLOCK_M rows (token, head of a pack), keys into tiles. An *item* is a
+block with a range of its tiles: all of them, or one part where whole blocks would leave processors
+idle. Items stand in device memory sorted by length; programs take (item, pack of heads) from a
+counter, so the longest begin first and the short ones fill the gaps.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from anabranch.call import AttendCall
+from anabranch.kernels import hopper_config
+from anabranch.kernels.hopper_config import HopperConstants
+from anabranch.kernels.schedule.items import HEADER, ITEM
+from anabranch.kernels.schedule.schedule import (
+    SIZES,
+    clear,
+    key_range,
+    last_not_above,
+    query_range,
+)
+from anabranch.kernels.softmax.masks import seen_by_any
+from anabranch.launches.recorder import launch
+
+BLOCK_M: tl.constexpr = tl.constexpr(128)  # rows of a block: two consumers of 64
+LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
+MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
+MERGE_PRICE: tl.constexpr = tl.constexpr(4)  # cutting costs as much as this many tiles
+FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
+# its block would have more than `most_fixed_parts`
+CACHE_BYTES: tl.constexpr = tl.constexpr(hopper_config.CACHE_BYTES)
+WHOLE_ROWS: tl.constexpr = tl.constexpr(512)  # there, sequences of so many rows are not cut
+
+
+def num_blocks_bound(num_seqs: int, num_tokens: int, constants: HopperConstants) -> int:
+    """Blocks there can be: every sequence, and the orphan tokens, may end in a short one."""
+    return triton.cdiv(num_tokens * constants.pack, BLOCK_M.value) + num_seqs + 1
+
+
+def may_split(num_seqs: int, num_tokens: int, num_packs: int, pack: int, programs: int) -> bool:
+    """Whether cutting blocks can pay: not where there are many, or enough of one sequence."""
+    pairs = triton.cdiv(num_tokens * pack, BLOCK_M.value) * num_packs
+    return pairs < (1.5 if num_seqs == 1 else 4) * programs
+
+
+def num_slots(num_seqs: int, num_tokens: int, capacity: int, constants: HopperConstants) -> int:
+    """Slots for parts that wait for their merge, each BLOCK_M rows of all packs."""
+    if not constants.splits:
+        return 0
+    if not constants.fixed_parts:
+        return max(2 * constants.num_programs // constants.num_packs, 2)
+    blocks = num_blocks_bound(num_seqs, num_tokens, constants)
+    short = min(blocks, num_seqs * triton.cdiv(WHOLE_ROWS.value, BLOCK_M.value))
+    parts = triton.cdiv(capacity, FIXED_TILES.value * constants.block_n)
+    return short * min(parts, constants.most_fixed_parts)
+
+
+def order_size(num_seqs: int, num_tokens: int, slots: int, constants: HopperConstants) -> int:
+    """Integers in the buffer: header, items, blocks, first block of each sequence, counts."""
+    blocks = num_blocks_bound(num_seqs, num_tokens, constants)
+    items = blocks + slots
+    return HEADER.value + (items + blocks) * ITEM.value + num_seqs + 1 + LEVELS.value
+
+
+def order(
+    buffer: torch.Tensor,  # int32 [order_size(...)]
+    counters: torch.Tensor,  # int32, of items and of parts that arrive; made 0
+    call: AttendCall,
+    slots: int,
+    constants: HopperConstants,
+) -> None:
+    """Fill `buffer` from lengths that stay on the device."""
+    queries, keys = call.queries, call.keys
+    num_tokens, num_seqs = queries.packed.shape[0], keys.num_seqs
+    launch(
+        order_kernel,
+        (1,),
+        buffer,
+        counters,
+        queries.cu_seqlens,
+        *keys.lengths,
+        queries.q_len,
+        keys.capacity,
+        num_seqs,
+        num_tokens,
+        num_blocks_bound(num_seqs, num_tokens, constants),
+        counters.numel(),
+        slots,
+        call.rules.window,
+        constants,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def num_parts_of(num_tiles, num_rows, limit, C: tl.constexpr):
+    """Into how many parts a block is cut: of `limit` tiles at most, or as its own length says."""
+    if C.splits and C.fixed_parts:
+        limit = tl.maximum(tl.cdiv(num_tiles, C.most_fixed_parts), FIXED_TILES)
+        limit = tl.where(num_rows >= WHOLE_ROWS, num_tiles, limit)
+    return tl.cdiv(num_tiles, limit)
+
+
+@triton.jit
+def choose_limit(blocks_ptr, num_blocks, most, total, slots, C: tl.constexpr):
+    """The most tiles of a part: what ends first, counting rounds of equal parts and the merge.
+
+    Column c of a tile is the choice of cutting the longest block into c + 1 parts.
+    """
+    cuts = tl.arange(0, MAX_CUTS) + 1
+    limits = tl.cdiv(most, cuts)
+    num_items = tl.zeros([MAX_CUTS], tl.int32)
+    num_cut = tl.zeros([MAX_CUTS], tl.int32)
+    for start in range(0, num_blocks, 32):
+        blocks = start + tl.arange(0, 32)
+        inside = blocks < num_blocks
+        num_tiles = tl.load(blocks_ptr + blocks * ITEM + 6, inside, other=0)
+        parts = tl.cdiv(num_tiles[:, None], limits[None, :])
+        num_items += tl.sum(parts, 0)
+        num_cut += tl.sum(tl.where(parts > 1, parts, 0), 0)
+    rounds = tl.cdiv(num_items * C.num_packs, C.num_programs)
+    time = tl.maximum(limits, rounds * total // tl.maximum(num_items, 1))
+    time += tl.where(cuts > 1, MERGE_PRICE, 0)
+    time = tl.where((num_cut <= slots) | (cuts == 1), time, 2147483647)
+    return tl.cdiv(most, tl.argmin(time, 0) + 1)
+
+
+@triton.jit
+def level_of(num_tiles, most):
+    """0 for the longest items, at most LEVELS - 1 for the shortest."""
+    return (most - num_tiles) // (most // LEVELS + 1)
+
+
+@triton.jit(do_not_specialize=[*SIZES, "slots"])
+def order_kernel(
+    order_ptr,  # header, items, blocks, sequences, counts
+    counters_ptr,  # [num_counters]
+    cu_seqlens_q_ptr,  # [num_seqs + 1], or None for equally many tokens of each sequence
+    seq_lens_ptr,  # [num_seqs] or None
+    cu_seqlens_k_ptr,  # [num_seqs + 1] or None
+    q_len_of_all,
+    max_len,  # keys that the storage holds of one sequence; longer lengths are cut
+    num_seqs,
+    num_tokens,
+    max_blocks,
+    num_counters,
+    slots,
+    window,  # or None
+    C: tl.constexpr,  # HopperConstants
+    CHUNK: tl.constexpr = 256,
+):
+    items_ptr = order_ptr + HEADER
+    blocks_ptr = items_ptr + (max_blocks + slots) * ITEM
+    seqs_ptr = blocks_ptr + max_blocks * ITEM
+    counts_ptr = seqs_ptr + num_seqs + 1
+    lanes = tl.arange(0, CHUNK)
+    clear(counters_ptr, num_counters)
+
+    num_blocks = 0  # before each sequence
+    num_keys = 0.0  # that several blocks read
+    for start in range(0, num_seqs + 1, CHUNK):
+        seqs = start + lanes
+        _, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+        _, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
+        blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.pack, BLOCK_M), 0)
+        # Only blocks that share a sequence read the same keys.
+        num_keys += tl.sum(tl.where(blocks > 1, seq_len, 0).to(tl.float32))
+        tl.store(seqs_ptr + seqs, num_blocks + tl.cumsum(blocks) - blocks, seqs <= num_seqs)
+        num_blocks += tl.sum(blocks)
+    num_blocks = tl.minimum(num_blocks, max_blocks)
+    tl.debug_barrier()
+
+    total = 0  # tiles
+    most = 1
+    for start in range(0, num_blocks, CHUNK):
+        blocks = start + lanes
+        inside = blocks < num_blocks
+        seqs = last_not_above(seqs_ptr, 1, num_seqs + 1, blocks)
+        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+        origin, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
+        num_rows = q_len * C.pack
+        first_row = (blocks - tl.load(seqs_ptr + seqs)) * BLOCK_M
+        last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
+        key_start, key_stop = seen_by_any(
+            first_row // C.pack, last_row // C.pack, q_len, seq_len, window, C.causal
+        )
+        first_tile = key_start // C.block_n
+        # A block that sees no keys has one tile too, all of it masked: no second way to write.
+        num_tiles = tl.maximum(tl.cdiv(key_stop, C.block_n) - first_tile, 1)
+        num_tiles = tl.where(inside, num_tiles, 0)
+        total += tl.sum(num_tiles)
+        most = tl.maximum(most, tl.max(num_tiles))
+        block = blocks_ptr + blocks * ITEM
+        tl.store(block, origin, inside)
+        tl.store(block + 1, first_row, inside)
+        tl.store(block + 2, q_start, inside)
+        tl.store(block + 3, q_len, inside)
+        tl.store(block + 4, seq_len, inside)
+        tl.store(block + 5, first_tile, inside)
+        tl.store(block + 6, num_tiles, inside)
+    tl.debug_barrier()
+
+    limit = most
+    if C.splits and not C.fixed_parts:
+        limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, C)
+    longest = tl.minimum(limit, most)
+
+    levels = tl.arange(0, LEVELS)
+    tl.store(counts_ptr + levels, 0)
+    tl.debug_barrier()
+    num_items = 0
+    for start in range(0, num_blocks, CHUNK):
+        blocks = start + lanes
+        inside = blocks < num_blocks
+        num_tiles = tl.load(blocks_ptr + blocks * ITEM + 6, inside, other=1)
+        num_rows = tl.load(blocks_ptr + blocks * ITEM + 3, inside, other=0) * C.pack
+        parts = num_parts_of(num_tiles, num_rows, limit, C)
+        size = tl.cdiv(num_tiles, parts)
+        tl.atomic_add(counts_ptr + level_of(size, longest), parts, inside)
+        num_items += tl.sum(tl.where(inside, parts, 0))
+    tl.debug_barrier()
+    counts = tl.load(counts_ptr + levels)
+    tl.debug_barrier()
+    tl.store(counts_ptr + levels, tl.cumsum(counts) - counts)
+    tl.debug_barrier()
+    first_slot = 0
+    for start in range(0, num_blocks, CHUNK):
+        blocks = start + lanes
+        inside = blocks < num_blocks
+        block = blocks_ptr + blocks * ITEM
+        first_tile = tl.load(block + 5, inside, other=0)
+        num_tiles = tl.load(block + 6, inside, other=1)
+        num_rows = tl.load(block + 3, inside, other=0) * C.pack
+        parts = num_parts_of(num_tiles, num_rows, limit, C)
+        size = tl.cdiv(num_tiles, parts)
+        taken = tl.where(inside & (parts > 1), parts, 0)
+        slot = first_slot + tl.cumsum(taken) - taken
+        first_slot += tl.sum(taken)
+        place = tl.atomic_add(counts_ptr + level_of(size, longest), parts, inside)
+        most_parts = tl.max(tl.where(inside, parts, 0))
+        for part in range(0, most_parts):
+            kept = inside & (part < parts)
+            item = items_ptr + (place + part) * ITEM
+            for field in tl.static_range(5):
+                tl.store(item + field, tl.load(block + field, kept), kept)
+            tl.store(item + 5, first_tile + part * size, kept)
+            tl.store(item + 6, tl.minimum(size, num_tiles - part * size), kept)
+            tl.store(item + 7, part, kept)
+            tl.store(item + 8, parts, kept)
+            tl.store(item + 9, slot, kept)
+    tl.store(order_ptr, num_items)
+    tl.store(order_ptr + 1, section_of(num_keys, C))
+    orphans, _ = query_range(num_seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+    tl.store(order_ptr + 2, orphans)
+
+
+@triton.jit
+def section_of(num_keys, C: tl.constexpr):
+    """Packs attended to side by side: as many as the L2 cache holds keys and values of.
+
+    192/128 on an H200, us: 16 heads, 1 x 2048 (all fit): 54 at once, 66 in sections. 1 x 8192: 561
+    at once, 572 in two; 128 heads, 1 x 4096: 1145, and 1177 in sections twice as large.
+    """
+    section = tl.full([], C.num_packs, tl.int32)
+    bytes_a_kv_head = num_keys * C.bytes_a_key
+    for _ in tl.static_range(8):
+        kv_heads = tl.cdiv(section, C.packs_per_kv)
+        halves = (section % 2 == 0) & (kv_heads * bytes_a_kv_head > CACHE_BYTES)
+        section = tl.where(halves, section // 2, section)
+    return section

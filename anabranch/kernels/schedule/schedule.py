@@ -1,0 +1,277 @@
+"""The plan, made on the device: which keys of which rows each worker attends to.
+
+Queries are cut into blocks of block_m rows (token, head in group) of one sequence, keys into tiles
+of block_n. The tiles of all blocks stand in one list, each block's after a price for beginning it;
+worker w takes the units [w * share, (w + 1) * share) of it. So every worker has equal work, a block
+that crosses a boundary leaves parts to merge, and there are at most two such parts a worker,
+whatever the batch.
+
+A worker is a team of programs, one for each kv head, launched side by side: what they read lies
+side by side in memory too.
+
+Blocks of many rows may be dealt out whole instead, over all programs (deal.py).
+
+With fixed parts, blocks are cut at boundaries that depend on their own sequence alone, and each
+part is a state of its own: results do not depend on the rest of the batch. A worker has the parts
+that begin in its share. If these are all parts of a block, it merges them as it goes; at most one
+block that begins in a share does not end there, and the parts of that wait in slots.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from anabranch.call import AttendCall
+from anabranch.kernels.constants import AttendConstants
+from anabranch.kernels.schedule.align import align_blocks, aligned_share
+from anabranch.kernels.schedule.deal import longest_turns, sort_blocks
+from anabranch.kernels.schedule.schedule_layout import (
+    HEADER,
+    RECORD,
+    WORKER,
+    holders_of,
+    is_dealt,
+    num_blocks_bound,
+    part_tiles_of,
+    units_of,
+)
+from anabranch.kernels.softmax.masks import seen_by_any
+from anabranch.launches.recorder import launch
+
+# Arguments of which no value is special: a new one must not compile another kernel
+SIZES = [
+    "q_len_of_all",
+    "max_len",
+    "num_seqs",
+    "num_tokens",
+    "max_blocks",
+    "num_counters",
+    "window",
+]
+MANY_ROUNDS: tl.constexpr = tl.constexpr(
+    64
+)  # from this count on the balance is estimated, not summed
+
+
+def schedule(
+    buffer: torch.Tensor,  # int32 [schedule_size(...)]
+    counters: torch.Tensor,  # int32, of parts that arrive; made 0
+    call: AttendCall,
+    constants: AttendConstants,
+) -> None:
+    """Fill `buffer` from lengths that stay on the device."""
+    queries, keys = call.queries, call.keys
+    num_tokens, num_seqs = queries.packed.shape[0], keys.num_seqs
+    launch(
+        schedule_kernel,
+        (1,),
+        buffer,
+        counters,
+        queries.cu_seqlens,
+        *keys.lengths,
+        queries.q_len,
+        keys.capacity,
+        num_seqs,
+        num_tokens,
+        num_blocks_bound(num_seqs, num_tokens, constants),
+        counters.numel(),
+        call.rules.window,
+        constants,
+        num_warps=8,
+    )
+
+
+@triton.jit
+def clear(counters_ptr, num_counters, LANES: tl.constexpr = 1024):
+    """No part has arrived."""
+    for start in range(0, num_counters, LANES):
+        places = start + tl.arange(0, LANES)
+        tl.store(counters_ptr + places, 0, places < num_counters)
+
+
+@triton.jit
+def last_not_above(sorted_ptr, stride, count, values):
+    """For each value the last index i < count with sorted[i] <= value; sorted[0] is 0."""
+    low = values * 0
+    high = low + count
+    remaining = count
+    while remaining > 1:
+        middle = (low + high) // 2
+        below = tl.load(sorted_ptr + middle * stride) <= values
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+        remaining = (remaining + 1) // 2
+    return low
+
+
+@triton.jit
+def query_range(seqs, cu_seqlens_q_ptr, q_len, num_seqs, num_tokens):
+    """First token and number of tokens; index num_seqs stands for orphan tokens.
+
+    Without `cu_seqlens_q`, every sequence has `q_len` tokens.
+    """
+    if cu_seqlens_q_ptr is None:
+        start = seqs * q_len
+        stop = tl.where(seqs < num_seqs, start + q_len, num_tokens)
+    else:
+        start = tl.load(cu_seqlens_q_ptr + seqs, seqs <= num_seqs, other=0)
+        stop = tl.load(cu_seqlens_q_ptr + seqs + 1, seqs < num_seqs, other=num_tokens)
+    return start, tl.maximum(tl.minimum(stop, num_tokens) - start, 0)
+
+
+@triton.jit
+def key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len):
+    """Origin in the storage (a table row, a batch row or a packed row) and number of keys."""
+    owned = seqs < num_seqs
+    origin = seqs
+    length = tl.where(owned, max_len, 0)
+    if cu_seqlens_k_ptr is not None:
+        origin = tl.minimum(
+            tl.maximum(tl.load(cu_seqlens_k_ptr + seqs, owned, other=0), 0), max_len
+        )
+        end = tl.load(cu_seqlens_k_ptr + seqs + 1, owned, other=0)
+        length = tl.minimum(end, max_len) - origin
+    if seq_lens_ptr is not None:
+        length = tl.load(seq_lens_ptr + seqs, owned, other=0)
+    return origin, tl.minimum(tl.maximum(length, 0), max_len)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def schedule_kernel(
+    schedule_ptr,  # header, workers [num_workers, WORKER], blocks [max_blocks, RECORD], sequences
+    counters_ptr,  # [num_counters]
+    cu_seqlens_q_ptr,  # [num_seqs + 1], or None for equally many tokens of each sequence
+    seq_lens_ptr,  # [num_seqs] or None
+    cu_seqlens_k_ptr,  # [num_seqs + 1] or None
+    q_len_of_all,
+    max_len,  # what the storage holds of one sequence; longer lengths are cut
+    num_seqs,
+    num_tokens,
+    max_blocks,
+    num_counters,
+    window,  # or None
+    C: tl.constexpr,
+    CHUNK: tl.constexpr = 256,
+):
+    workers_ptr = schedule_ptr + HEADER
+    blocks_ptr = workers_ptr + C.division.num_workers * WORKER
+    seqs_ptr = blocks_ptr + max_blocks * (2 if is_dealt(C) else 1) * RECORD
+    lanes = tl.arange(0, CHUNK)
+    clear(counters_ptr, num_counters)
+
+    num_blocks = 0  # before each sequence
+    for start in range(0, num_seqs + 1, CHUNK):
+        seqs = start + lanes
+        _, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+        blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.group, C.tiles.block_m), 0)
+        tl.store(seqs_ptr + seqs, num_blocks + tl.cumsum(blocks) - blocks, seqs <= num_seqs)
+        num_blocks += tl.sum(blocks)
+    num_blocks = tl.minimum(num_blocks, max_blocks)
+    tl.debug_barrier()
+
+    num_units = 0  # before each block
+    num_empty = 0
+    most = 0
+    least = 2147483647
+    largest = 0  # fixed part
+    smallest = 2147483647
+    for start in range(0, num_blocks, CHUNK):
+        blocks = start + lanes
+        inside = blocks < num_blocks
+        seqs = last_not_above(seqs_ptr, 1, num_seqs + 1, blocks)
+        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+        origin, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
+        num_rows = q_len * C.group
+        first_row = (blocks - tl.load(seqs_ptr + seqs)) * C.tiles.block_m
+        last_row = tl.minimum(first_row + C.tiles.block_m, num_rows) - 1
+        key_start, key_stop = seen_by_any(
+            first_row // C.group, last_row // C.group, q_len, seq_len, window, C.causal
+        )
+        first_tile = key_start // C.tiles.block_n
+        num_tiles = tl.cdiv(key_stop, C.tiles.block_n) - first_tile
+        num_tiles = tl.where(key_stop > key_start, num_tiles, 0)
+        units = units_of(num_tiles, num_rows, C)
+        units = tl.where(inside, units, 0)
+        num_empty += tl.sum((inside & (units == 0)).to(tl.int32))
+        most = tl.maximum(most, tl.max(units))
+        least = tl.minimum(least, tl.min(tl.where(units > 0, units, 2147483647)))
+        if C.division.folds_parts:
+            size = part_tiles_of(num_tiles, num_rows, C)
+            largest = tl.maximum(largest, tl.max(tl.where(units > 0, size, 0)))
+            smallest = tl.minimum(smallest, tl.min(tl.where(units > 0, size, 2147483647)))
+        record = blocks_ptr + blocks * RECORD
+        tl.store(record, origin, inside)
+        tl.store(record + 1, first_row, inside)
+        tl.store(record + 2, q_start, inside)
+        tl.store(record + 3, q_len, inside)
+        tl.store(record + 4, seq_len, inside)
+        tl.store(record + 5, first_tile, inside)
+        tl.store(record + 6, num_tiles, inside)
+        tl.store(record + 7, num_units + tl.cumsum(units) - units, inside)
+        num_units += tl.sum(units)
+    tl.debug_barrier()
+
+    # Whole blocks for each worker, if they are of one size and that costs less than merging.
+    share = tl.maximum(tl.cdiv(num_units, C.division.num_workers), 1)
+    if most == least:
+        whole = tl.cdiv(num_blocks - num_empty, C.division.num_workers) * most
+        share = tl.where(whole <= share + C.division.merge_price, whole, share)
+    share = tl.maximum(share, C.division.least_share)
+    if C.division.folds_parts:  # noqa: SIM102 - one is known when compiling, the other is not
+        if largest == smallest:  # then shares end where parts do, or even groups of them
+            share = tl.cdiv(share, largest) * largest
+            group = largest * C.merging.group_parts
+            grouped = tl.cdiv(share, group) * group
+            share = tl.where(grouped * 25 <= share * 26, grouped, share)
+    if C.division.aligned_growth > 0 and not C.division.fixed_parts:
+        aligned = aligned_share(blocks_ptr, num_blocks, share, C, CHUNK)
+        if aligned > 0:
+            share = aligned
+            num_units = align_blocks(blocks_ptr, num_blocks, share, C, CHUNK)
+    # Many blocks of many rows are dealt out whole, in rounds, over all programs.
+    num_rounds = 0
+    if is_dealt(C):
+        dealt_ptr = blocks_ptr + num_blocks * RECORD
+        counts_ptr = seqs_ptr + num_seqs + 1
+        sort_blocks(blocks_ptr, dealt_ptr, counts_ptr, num_blocks, most, CHUNK)
+        num_rounds = tl.cdiv(num_blocks * C.num_kv_heads, C.division.num_programs)
+        is_even = most * 8 <= share
+        if num_rounds < MANY_ROUNDS:
+            longest = longest_turns(dealt_ptr, num_blocks, num_rounds, most, C, CHUNK)
+            is_even = longest <= share + C.division.merge_price
+        num_rounds = tl.where(is_even, num_rounds, 0)
+    tl.store(schedule_ptr + 5, num_rounds)
+    tl.store(schedule_ptr, share)
+    tl.store(schedule_ptr + 1, num_units)
+    tl.store(schedule_ptr + 2, num_blocks)
+    tl.store(schedule_ptr + 3, num_empty)
+    orphans, _ = query_range(num_seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+    tl.store(schedule_ptr + 4, orphans)
+    num_slots = 0  # before each worker's
+    for start in range(0, C.division.num_workers, CHUNK):
+        workers = start + lanes
+        block = last_not_above(blocks_ptr + 7, RECORD, num_blocks, workers * share)
+        inside = workers < C.division.num_workers
+        tl.store(workers_ptr + workers * WORKER, block, inside)
+        if C.division.folds_parts:
+            slots = slots_of_workers(workers, blocks_ptr, num_blocks, num_units, share, C)
+            first_slot = num_slots + tl.cumsum(slots) - slots
+            tl.store(workers_ptr + workers * WORKER + 1, first_slot, inside)
+            num_slots += tl.sum(slots)
+        fields = tl.arange(0, RECORD)[None, :]
+        record = tl.load(blocks_ptr + block[:, None] * RECORD + fields)
+        tl.store(workers_ptr + (workers * WORKER + 8)[:, None] + fields, record, inside[:, None])
+
+
+@triton.jit
+def slots_of_workers(workers, blocks_ptr, num_blocks, num_units, share, C: tl.constexpr):
+    """Slots for the block that begins in a worker's share and does not end there: its parts."""
+    end = (workers + 1) * share
+    block = last_not_above(blocks_ptr + 7, RECORD, num_blocks, end)
+    record = blocks_ptr + block * RECORD
+    num_rows, num_tiles = tl.load(record + 3) * C.group, tl.load(record + 6)
+    first, last = holders_of(share, num_tiles, num_rows, tl.load(record + 7), C)
+    is_cut = (end < num_units) & (first == workers) & (last > first)
+    return tl.where(is_cut, tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C)), 0)

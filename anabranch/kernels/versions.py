@@ -1,0 +1,21 @@
+"""What differs between the versions of Triton that this package supports.
+
+Kernels and launchers take it from here (and Gluon's names from `gluon/versions.py`), so that a new
+version is a new line of a table. CONTRIBUTING.md says what to run for one.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import triton
+
+Version = tuple[int, int]
+Value = TypeVar("Value")
+
+TRITON: Version = tuple(map(int, triton.__version__.split(".")[:2]))  # pyright: ignore
+
+
+def since(table: dict[Version, Value], version: Version = TRITON) -> Value:
+    """The entry of a version: that of the last one in the table which is not newer."""
+    return table[max(first for first in table if first <= version)]
