@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from anabranch.launches.recorder import launch
+
 BLOCK = 4096  # tokens of a tile
 
 
@@ -19,7 +21,9 @@ def mask_tokens(
 ) -> None:
     """Set scores to -inf, in these rows, where a token's bit is 0."""
     vocab_size = scores.shape[1]
-    mask_tokens_kernel[len(rows), triton.cdiv(vocab_size, BLOCK)](
+    launch(
+        mask_tokens_kernel,
+        (len(rows), triton.cdiv(vocab_size, BLOCK)),
         scores,
         scores.stride(0),
         rows,
@@ -34,14 +38,14 @@ def mask_tokens(
 def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches on meta tensors of usual vocabularies."""
 
-    def launch(num_rows: int, vocab_size: int) -> object:
+    def mask(num_rows: int, vocab_size: int) -> object:
         scores = torch.empty(num_rows, vocab_size, device="meta")
         rows = torch.empty(num_rows, dtype=torch.int64, device="meta")
         size = num_rows, -(-vocab_size // 32)
         return mask_tokens(scores, rows, torch.empty(size, dtype=torch.int32, device="meta"))
 
     for num_rows, vocab_size in ((1, 49152), (64, 128256), (8, 50257)):
-        yield f"{num_rows} x {vocab_size}", partial(launch, num_rows, vocab_size)
+        yield f"{num_rows} x {vocab_size}", partial(mask, num_rows, vocab_size)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "words_ptr"])

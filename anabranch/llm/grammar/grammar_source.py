@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from anabranch.llm.grammar.schema_limits import narrowed
@@ -13,6 +14,8 @@ def grammar_source(wanted: StructuredOutputs) -> str:
     """The grammar as llguidance reads it; ValueError for GBNF that cannot be rewritten."""
     from llguidance import LLMatcher
 
+    if wanted.prelude is not None:
+        return _after_prelude(wanted)
     match wanted.kind:
         case "json" | "json_object":
             schema = json.dumps(narrowed(json.loads(wanted.text)), ensure_ascii=False)
@@ -24,6 +27,17 @@ def grammar_source(wanted: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case _:
             return LLMatcher.grammar_from_lark(_as_lark(wanted.text))
+
+
+def _after_prelude(wanted: StructuredOutputs) -> str:
+    """Two grammars, of which the second is the form itself."""
+    lark = f"start: prelude @form\n{wanted.prelude}"
+    source = grammar_source(replace(wanted, prelude=None))
+    is_lark = wanted.kind in ("choice", "grammar")  # others are JSON already
+    form: dict[str, Any] = {"lark_grammar": source}
+    if not is_lark:
+        (form,) = json.loads(source)["grammars"]
+    return json.dumps({"grammars": [{"lark_grammar": lark}, form | {"name": "form"}]})
 
 
 def json_options(wanted: StructuredOutputs) -> Any:

@@ -26,6 +26,7 @@ class StructuredOutputs:
     json_object: bool = False
     whitespace_pattern: str | None = None  # between the tokens of JSON; None allows any
     disable_any_whitespace: bool = False  # none but what the separators have
+    prelude: str | None = None  # Lark rules, `prelude` first: what stands before, as reasoning does
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) not in (None, False)]
@@ -39,7 +40,7 @@ class StructuredOutputs:
         for name in ("json_object", "disable_any_whitespace"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r:.80}")
-        for name in ("regex", "grammar", "whitespace_pattern"):
+        for name in ("regex", "grammar", "whitespace_pattern", "prelude"):
             _check_text(name, getattr(self, name))
         if self.json is not None:
             object.__setattr__(self, "json", _schema_text(self.json))

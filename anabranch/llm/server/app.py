@@ -16,6 +16,7 @@ from anabranch.llm.server import (
     error_handlers,
     markdown,
     model_endpoints,
+    responses,
     status_endpoints,
 )
 from anabranch.llm.server.gate import Gate
@@ -39,7 +40,7 @@ def make_app(
     )
     app.state.service = service
     error_handlers.install(app)
-    for module in (completions, chat, model_endpoints, status_endpoints, markdown):
+    for module in (completions, chat, responses, model_endpoints, status_endpoints, markdown):
         app.include_router(module.router)
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
     _check_origins(cors_origins)

@@ -35,13 +35,16 @@ def serve(
     drain_seconds: float = DRAIN_SECONDS,
     log_level: str = "info",
     progress: AbstractContextManager[Progress | None] | None = None,
+    tool_format: str = "auto",
+    reasoning: bool = True,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT; open requests are answered first.
 
     `model_name` is what clients call the model, its own name by default. Requests that are open
     `drain_seconds` after the signal end with an error. An engine that fails is started again, at
     most `max_engine_restarts` times in ten minutes; then the process exits with code 3.
-    `progress` is open while the engine starts.
+    `progress` is open while the engine starts. `tool_format` is how the model writes calls of
+    tools; with `reasoning`, it is separated from the text of answers.
     """
     if api_key is not None and not api_key.strip():
         raise ValueError("api_key must not be empty")
@@ -60,6 +63,8 @@ def serve(
             limits=limits or ServerLimits(),
             model_name=model_name,
             created=int(time.time()),
+            tool_format=tool_format,
+            reasoning=reasoning,
         )
         app = make_app(service, api_key=api_key, cors_origins=cors_origins)
         HttpServer(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from anabranch.llm.server.chat_models import Message
-from anabranch.llm.server.errors import REFUSALS, ApiError
+from anabranch.llm.server.errors import REFUSALS, ApiError, unsupported
 from anabranch.llm.server.protocol import StrictModel, Text, TokenIds, described
 from anabranch.llm.server.service import Service, service_of
 
@@ -144,6 +144,16 @@ def _encode(service: Service, body: TokenizeRequest) -> list[int]:
             body.messages, generation_prompt=body.add_generation_prompt, unlimited=True
         )
     return service.encoder.text(body.prompt or "", special=body.add_special_tokens, unlimited=True)
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(body: dict[str, Any]) -> None:
+    """Not supported: the served model makes text, and was not trained for embeddings."""
+    raise unsupported(
+        "model",
+        "this server runs models that write text; their hidden states are no embeddings. "
+        "Serve a model that was trained for embeddings by another server",
+    )
 
 
 @router.post("/detokenize")

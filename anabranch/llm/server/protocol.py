@@ -29,6 +29,11 @@ Bias = dict[Text, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
+def without_nulls(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Without the fields that are null, which count as absent."""
+    return {name: field for name, field in fields.items() if field is not None}
+
+
 class StrictModel(BaseModel):
     """A body as a client sends it."""
 
@@ -62,10 +67,6 @@ class IgnoredFields(StrictModel):
     metadata: dict[Text, Any] | None = described(None, "Accepted without effect.", {"run": "7"})
     store: bool | None = described(None, "Accepted without effect.", False)
     service_tier: Text | None = described(None, "Accepted without effect.", "auto")
-    parallel_tool_calls: bool | None = described(
-        None, "Accepted without effect: there are no tools.", False
-    )
-    reasoning_effort: Text | None = described(None, "Accepted without effect.", "low")
     safety_identifier: Text | None = described(None, "Accepted without effect.", "ada")
     prompt_cache_key: Text | None = described(
         None, "Accepted without effect: prefixes are found by their tokens.", "chat-7"
