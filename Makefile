@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+CLIENTS := .venv-clients
 
-.PHONY: demo test test-gpu test-distributed test-vllm check bench docs clean
+.PHONY: demo test test-gpu test-distributed test-vllm test-clients check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,6 +34,16 @@ $(VLLM)/.ready: pyproject.toml
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
 
+# Not in CI: frameworks that speak to the server. They want an older openai than the tests have.
+$(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	grep -v '^openai==' constraints.txt > $(CLIENTS)/constraints.txt
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest --requirement tests/clients/requirements.txt
+	@touch $@
+
+test-clients: $(CLIENTS)/.ready
+	$(CLIENTS)/bin/pytest tests/clients
+
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -49,4 +60,4 @@ docs: $(VENV)/.ready
 	$(BIN)/python benchmarks/report
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) build dist *.egg-info

@@ -105,6 +105,7 @@ class EngineConfig:
     fused_merge: bool = True  # parts of attention may be merged in the launch that makes them
     max_workspace_mib: float = 256  # for keys that a latent cache is expanded into, at a time
     seed: int | None = None  # of requests that give none
+    generation_config: str = "auto"  # "none": no sampling defaults from the model's file
     tensor_parallel: int = 1  # processes, one a GPU, over which the weights are cut
     context_parallel: int = 1  # processes, one a GPU, over which the pages of the cache are dealt
 
@@ -129,6 +130,10 @@ class EngineConfig:
             raise ValueError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib}")
         if not self.max_workspace_mib > 0:
             raise ValueError(f"max_workspace_mib must be above 0, got {self.max_workspace_mib}")
+        if self.generation_config not in ("auto", "none"):
+            raise ValueError(
+                f"generation_config must be 'auto' or 'none', got {self.generation_config!r}"
+            )
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must have 64 bits, got {self.seed}")
 

@@ -20,6 +20,7 @@ from anabranch.llm.engine.limits import SCORED_TOKENS
 from anabranch.llm.engine.prompts import Prompt
 from anabranch.llm.engine.ranks import build_engine
 from anabranch.llm.engine.request import Request
+from anabranch.llm.engine.sampling_defaults import sampling_defaults
 from anabranch.llm.engine.scheduler import Scheduler
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.grammar.grammar_compiler import CompiledGrammar, GrammarCompiler
@@ -48,6 +49,7 @@ class Engine:
         self.model_config = built.target.config
         self.vocab_size = vocab_size(built.target)
         self.eos_ids = eos_ids(built)
+        self.sampling_defaults = sampling_defaults(built.target.model, config.generation_config)
         self.stats = EngineStats()
         self.pool = PagePool(built.limits.num_pages)
         self.scheduler = Scheduler(

@@ -15,6 +15,7 @@ from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.runner.model_runner import Progress
 from anabranch.llm.sampling.params import SamplingParams
 
+Conversation = Sequence[dict[str, Any]]  # messages with a role and a content
 Advance = Callable[[int], None]  # output tokens so far
 
 
@@ -37,6 +38,11 @@ class LLM:
         return self.engine.tokenizer
 
     @property
+    def default_params(self) -> SamplingParams:
+        """What is used where no params are given, by the model's generation_config.json."""
+        return SamplingParams(**self.engine.sampling_defaults)
+
+    @property
     def stats(self) -> EngineStats:
         """Counts and times since the start."""
         return self.engine.stats
@@ -57,7 +63,7 @@ class LLM:
         If one prompt is refused, none is run.
         """
         given = _listed(prompts)
-        requests = self._add(given, _matched(params, len(given)))
+        requests = self._add(given, _matched(params, len(given), self.default_params))
         start = self.stats.num_output_tokens
         try:
             while self.engine.has_work:
@@ -72,7 +78,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Answer one prompt; an output whenever there is something new."""
-        (request,) = self._add([prompt], [params or SamplingParams()])
+        (request,) = self._add([prompt], [params or self.default_params])
         num_seen = 0
         try:
             while num_seen < request.num_output or not request.finished:
@@ -84,16 +90,38 @@ class LLM:
         finally:
             self._end([request])
 
-    def chat_prompt(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        """Tokens of a conversation by the model's chat template."""
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        advance: Advance | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, by the model's chat template.
+
+        With `continue_final_message`, the answer goes on from the last message.
+        """
+        given = cast("Sequence[Any]", messages)
+        several = [given] if given and isinstance(given[0], dict) else given
+        options: dict[str, Any] = dict(chat_template_kwargs or {})
+        if tools is not None:
+            options["tools"] = list(tools)
+        if continue_final_message:
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
+        prompts = [self.chat_prompt(each, **options) for each in several]
+        return self.generate(prompts, params, advance=advance)
+
+    def chat_prompt(self, messages: Conversation, **options: Any) -> list[int]:
+        """Tokens of a conversation by the model's chat template, which sees the options."""
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError(f"{self.engine.model_name} has no chat template")
         for message in messages:
             check_unicode(message.get("content") or "")
-        ids = self.tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False
-        )
-        return cast("list[int]", ids)
+        given = {"add_generation_prompt": True, "return_dict": False} | options
+        return cast("list[int]", self.tokenizer.apply_chat_template(list(messages), **given))
 
     def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
         requests: list[Request] = []
@@ -120,9 +148,9 @@ def _listed(prompts: Any) -> list[Prompt]:
     return [listed] if listed and isinstance(listed[0], int) else listed
 
 
-def _matched(params: Any, num_prompts: int) -> list[SamplingParams]:
+def _matched(params: Any, num_prompts: int, default: SamplingParams) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+        return [params or default] * num_prompts
     if not isinstance(params, Sequence):
         raise ValueError(f"params must be SamplingParams or a list of them, got {params!r:.80}")
     listed = list(cast("Sequence[Any]", params))

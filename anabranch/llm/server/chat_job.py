@@ -89,7 +89,8 @@ class ChatJob:
     def _parameters(self, rules: dict[str, Any]) -> SamplingParams:
         body = self._body
         options: dict[str, Any] = {"max_tokens": self.max_tokens, "logprobs": body.num_top_logprobs}
-        params = body.sampling_params(**options, **rules)
+        defaults = self._service.engine.info.sampling_defaults
+        params = body.sampling_params(defaults, **options, **rules)
         if self.parses and self._forms.needs_special(with_tools=bool(self.tools)):
             params = replace(params, skip_special_tokens=False)
         return params

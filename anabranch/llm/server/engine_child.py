@@ -147,6 +147,7 @@ def ready(engine: Engine) -> Ready:
         page_size=limits.page_size,
         max_drafts=limits.max_drafts,
         device=str(engine.device),
+        sampling_defaults=engine.sampling_defaults,
     )
 
 

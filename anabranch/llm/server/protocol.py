@@ -172,12 +172,18 @@ class SamplingFields(IgnoredFields):
         options = self.stream_options
         return options is not None and self.includes_usage and bool(options.continuous_usage_stats)
 
-    def sampling_params(self, **options: Any) -> SamplingParams:
-        """For the engine; ValueError for values that contradict each other."""
-        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+    def sampling_params(self, defaults: dict[str, Any], **options: Any) -> SamplingParams:
+        """For the engine; ValueError for values that contradict each other.
+
+        `defaults` are the model's own, for what the body does not give.
+        """
+        names = _SAMPLING & self.model_fields_set
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams.from_dict(given | options)
+        limit = options.get("max_tokens")
+        options["max_tokens"] = defaults.get("max_tokens") if limit is None else limit
+        return SamplingParams.from_dict(defaults | given | options)
 
 
 # max_tokens, logprobs and logit_bias are written differently over HTTP
