@@ -120,7 +120,7 @@ async def phase(url: str, seconds: float, hostile: int) -> dict[str, Any]:
         await asyncio.gather(*work)
     gaps.sort()
     return {
-        "hostile": hostile,
+        "attackers": hostile,
         "tokens": len(gaps),
         "itl_ms_median": round(1e3 * gaps[len(gaps) // 2], 1),
         "itl_ms_p99": round(1e3 * gaps[int(0.99 * len(gaps))], 1),

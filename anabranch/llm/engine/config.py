@@ -27,10 +27,10 @@ class SpeculativeConfig:
     model: str | None = None  # the draft model
     num_drafts: int = 4  # at most, for a sequence and step
     tree_width: int = 1  # drafts that may follow the same token; 1 for a chain
-    scorer: Scorer = Scorer.MULTI_QUERY
+    scorer: Scorer = Scorer.MULTI_QUERY  # how drafts are attended to
     adaptive: bool = True  # fewer drafts, or none, when they do not pay
     max_ngram: int = 4  # tokens at the end of a sequence that are looked up
-    min_ngram: int = 2
+    min_ngram: int = 2  # the fewest of them
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -85,23 +85,23 @@ def speculative_config(given: Any) -> SpeculativeConfig | None:
 class EngineConfig:
     """Everything about an engine but its requests. None leaves a choice to the device."""
 
-    model: str = "smollm2"
-    device: str | None = None
-    dtype: str | None = None
+    model: str = "smollm2"  # or a directory, a .gguf file, a hub id, dummy:CONFIG
+    device: str | None = None  # cpu or cuda; the best there is
+    dtype: str | None = None  # of weights and cache; the model's own
     max_model_len: int | None = None  # tokens of a sequence; the model's own limit by default
     max_num_seqs: int | None = None  # running at once: 64 on a GPU, 16 on a CPU
     max_num_batched_tokens: int | None = None  # in a step: 8192 on a GPU, 1024 on a CPU
-    page_size: int = 16
-    gpu_memory_utilization: float = 0.9
+    page_size: int = 16  # tokens of a page of the cache
+    gpu_memory_utilization: float = 0.9  # share of the GPU that is used
     kv_cache_gib: float | None = None  # what remains of a GPU, or 1 on a CPU
     kv_cache_dtype: str = "auto"  # the model's; or a format, or one each as "q8_0/fp8"
-    prefix_caching: bool = True
+    prefix_caching: bool = True  # reuse keys and values of equal prefixes
     cascade: bool | None = None  # shared pages read once; None: on a GPU, where that pays
-    speculative: SpeculativeConfig | None = None
+    speculative: SpeculativeConfig | None = None  # drafts, verified at once
     sparse: SparseConfig | None = None  # decode steps read a part of long contexts: other tokens
-    cuda_graphs: bool = True
+    cuda_graphs: bool = True  # replay captured steps on a GPU
     compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
-    join_projections: bool = True
+    join_projections: bool = True  # one product for q, k, v, and one for gate and up
     fused_merge: bool = True  # parts of attention may be merged in the launch that makes them
     max_workspace_mib: float = 256  # for keys that a latent cache is expanded into, at a time
     seed: int | None = None  # of requests that give none

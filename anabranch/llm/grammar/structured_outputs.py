@@ -19,11 +19,11 @@ class StructuredOutputs:
     match the whole answer. `grammar` is in Lark's syntax or in GBNF. `json_object` is any object.
     """
 
-    json: str | Mapping[str, Any] | bool | None = None
-    regex: str | None = None
-    choice: Sequence[str] | None = None
-    grammar: str | None = None
-    json_object: bool = False
+    json: str | Mapping[str, Any] | bool | None = None  # a JSON schema
+    regex: str | None = None  # that matches the whole answer
+    choice: Sequence[str] | None = None  # texts, one of which is the answer
+    grammar: str | None = None  # Lark's syntax or GBNF
+    json_object: bool = False  # any JSON object
     whitespace_pattern: str | None = None  # between the tokens of JSON; None allows any
     disable_any_whitespace: bool = False  # none but what the separators have
     prelude: str | None = None  # Lark rules, `prelude` first: what stands before, as reasoning does
