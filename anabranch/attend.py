@@ -8,27 +8,26 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anabranch.call import AttendCall, shape_of
-from anabranch.destination import check_destination, check_unshared
+from anabranch.call import AttendCall
+from anabranch.call_checks import check_call, check_out, check_sinks
 from anabranch.keys import KeySource
 from anabranch.launches.allocation import allocate
 from anabranch.launches.call_kinds import Kinds, are_apart, describe
 from anabranch.launches.recorder import PreparedLaunches, prepare, record
 from anabranch.merge import merge
-from anabranch.plan import Plan, PlanKind, make_plan
+from anabranch.plan import Plan, PlanKind, make_plan, plan_call
 from anabranch.prior import pack_prior
 from anabranch.producers import load_producer
-from anabranch.queries import check_queries, pack_queries
-from anabranch.rules import Rules, check_list_rules, check_rules, make_rules
-from anabranch.shapes import Sizes
+from anabranch.queries import check_packing, pack_queries
+from anabranch.rules import Rules, check_list_rules, make_rules
 from anabranch.state import AttentionState
-from anabranch.traced_call import attend_call, trace_call
+from anabranch.traced_call import UNPLANNED, trace_call
 
 NO_STATE = (None, None)
 
 
 class PreparedCall(NamedTuple):
-    """How calls of a kind run: a new state, unless one is given, and what writes it."""
+    """Launches that make the state of a call: a new one, unless one is given."""
 
     launches: PreparedLaunches
     shape: tuple[int, ...]  # of a new state's `out`
@@ -38,8 +37,15 @@ class PreparedCall(NamedTuple):
     device: torch.device
 
 
-# Calls that have been checked, by the kind of their plans; None: these run the long way
-CALLS = Kinds[tuple[Any, ...] | None, dict[PlanKind, PreparedCall | None]]()
+class KnownCall(NamedTuple):
+    """What is known of calls of a kind after the first of them was checked."""
+
+    rules: Rules  # without tensors
+    sinks_apart: bool  # sinks are merged after the call
+    plans: dict[PlanKind, PreparedCall | None]  # those that were checked; None: producers run them
+
+
+CALLS = Kinds[tuple[Any, ...], KnownCall]()
 
 
 def attend(
@@ -94,17 +100,16 @@ def attend(
         tree_mask=tree_mask,
         impl=impl,
     )
-    identity, kind = keys.identity, None
+    identity, kind, known = keys.identity, None, None
     if identity is not None and not check and (described := describe(tensors)) is not None:
         given = (causal, window, softcap, scale, impl, torch.is_grad_enabled())
         kind = (identity.kind, described, *given)
-    if (known := CALLS.get(kind)) is not None:
-        plan = plan or new_plan()
-        prepared = known.get(plan.kind)
-        if prepared is not None and identity is not None:
+        if (known := CALLS.get(kind)) is not None:
+            plan = plan or new_plan()
             read = (plan.room, *identity.tensors)
-            if out is None or are_apart(out, (*tensors[:6], *read)):
-                return _run(prepared, tensors, read, out)
+            is_apart = out is None or are_apart(out, (*tensors[:6], *read))
+            if is_apart and plan.kind in known.plans:
+                return _attend_again(known, keys, plan, tensors, read, prior, out)
     rules = make_rules(
         causal=causal,
         window=window,
@@ -114,31 +119,66 @@ def attend(
         sinks=sinks,
         head_dim=q.shape[-1] if q.dim() else 1,
     )
-    queries = pack_queries(q, keys, cu_seqlens_q)
-    sinks_apart = None
-    if keys.lists_per_token is not None:
-        check_list_rules(rules)
-        if keys.lists_per_token > 1 and sinks is not None:
-            sinks_apart, rules = _check_sinks(q, rules), rules._replace(sinks=None)
-    call = AttendCall(queries, keys, rules, keys.view())
-    _check(call, plan, impl)
+    check_packing(q, keys, cu_seqlens_q)
+    sinks_apart = sinks is not None and (keys.lists_per_token or 1) > 1
+    if sinks_apart:
+        check_sinks(q, rules)
+    call = _bind(q, keys, cu_seqlens_q, prior, rules, sinks_apart)
+    check_call(call, plan, impl)
     if check:
-        queries.check_content()
+        call.queries.check_content()
         keys.check_content()
-    if prior is not None:
-        prior = pack_prior(prior, q, keys.head_dim_v, queries.packed.shape[:2])
-        call = call._replace(prior=prior)
     if out is not None:
-        _check_out(q, call, out)
-    if kind is None or identity is None:
-        state = _attend_shaped(q, call, plan, out, impl)
+        check_out(q, call, out)
+    if kind is None:
+        state = _attend_unplanned(q, call, plan, out, impl)
     else:
         plan = plan or new_plan()
-        known = CALLS.keep(kind, {}) if known is None else known
-        state = _attend_recorded(q, call, plan, out, tensors, known, sinks_apart is None)
-    if sinks_apart is None:
-        return state
-    return merge(state, AttentionState.sink(sinks_apart, state), out=state)
+        if known is None:
+            bare = rules._replace(sinks=None, tree_mask=None)
+            known = CALLS.keep(kind, KnownCall(bare, sinks_apart, {}))
+        state = _attend_first(q, call, plan, out, tensors, known)
+    return _merge_sinks(state, sinks) if sinks_apart else state
+
+
+def _bind(
+    q: torch.Tensor,
+    keys: KeySource,
+    cu_seqlens_q: torch.Tensor | None,
+    prior: AttentionState | None,
+    rules: Rules,
+    sinks_apart: bool,
+) -> AttendCall:
+    """A call as producers take it."""
+    queries = pack_queries(q, keys, cu_seqlens_q)
+    if keys.lists_per_token is not None:
+        check_list_rules(rules)
+    if sinks_apart:
+        rules = rules._replace(sinks=None)
+    if prior is not None:
+        prior = pack_prior(prior, q, keys.head_dim_v, queries.packed.shape[:2])
+    return AttendCall(queries, keys, rules, keys.view(), prior)
+
+
+def _attend_again(
+    known: KnownCall,
+    keys: KeySource,
+    plan: Plan,
+    tensors: tuple[torch.Tensor | None, ...],
+    read: tuple[torch.Tensor | None, ...],
+    prior: AttentionState | None,
+    out: AttentionState | None,
+) -> AttentionState:
+    """The state of a call like one that was checked."""
+    prepared = known.plans[plan.kind]
+    if prepared is not None:
+        return _run(prepared, tensors, read, out)
+    q, cu_seqlens_q, sinks, tree_mask = tensors[:4]
+    assert q is not None
+    rules = known.rules._replace(sinks=sinks, tree_mask=tree_mask)
+    call = _bind(q, keys, cu_seqlens_q, prior, rules, known.sinks_apart)
+    state = _attend_shaped(q, call, out, plan.attend)
+    return _merge_sinks(state, sinks) if known.sinks_apart else state
 
 
 def _run(
@@ -159,102 +199,78 @@ def _run(
     return state
 
 
-def _attend_recorded(
+def _attend_first(
     q: torch.Tensor,
     call: AttendCall,
     plan: Plan,
     out: AttentionState | None,
     tensors: tuple[torch.Tensor | None, ...],
-    known: dict[PlanKind, PreparedCall | None],
-    is_all: bool,  # nothing follows that would have to run again
+    known: KnownCall,
 ) -> AttentionState:
-    """The long way, which says how the next call of the kind can do without it."""
-    is_all = is_all and (call.prior is None or load_producer(plan.impl).RESUMES)
-    if not is_all or plan.kind in known:
-        known[plan.kind] = None
-        return _attend_shaped(q, call, plan, out, plan.impl)
-    with record() as recording:
-        state = _attend_shaped(q, call, plan, out, plan.impl)
+    """The state of a call that has been checked, and how the next of the kind is made."""
+    known.plans[plan.kind] = None
+    is_all = call.prior is None or load_producer(plan.impl).RESUMES
     identity = call.keys.identity
-    assert identity is not None
+    if known.sinks_apart or not is_all or not q.is_cuda or identity is None:
+        return _attend_shaped(q, call, out, plan.attend)
+    with record() as recording:
+        state = _attend_shaped(q, call, out, plan.attend)
     found = prepare(recording, (*tensors[:6], *state), (plan.room,), identity.tensors)
-    known[plan.kind] = None
     if found is not None:
         shape, strides = tuple(state.out.shape), state.out.stride()
-        known[plan.kind] = PreparedCall(
+        known.plans[plan.kind] = PreparedCall(
             found, shape, strides, state.lse.stride(), q.dtype, q.device
         )
     return state
 
 
-def _attend_shaped(
+def _attend_unplanned(
     q: torch.Tensor,
     call: AttendCall,
     plan: Plan | None,
     out: AttentionState | None,
     impl: str | None,
 ) -> AttentionState:
+    """The state of a call of which nothing is remembered."""
+    if torch.compiler.is_compiling():
+        return _attend_shaped(q, call, out, partial(trace_call, plan=plan, impl=impl))
+    plan = plan or plan_call(call, UNPLANNED, impl)
+    return _attend_shaped(q, call, out, plan.attend)
+
+
+def _attend_shaped(
+    q: torch.Tensor,
+    call: AttendCall,
+    out: AttentionState | None,
+    run: Callable[[AttendCall, AttentionState | None], AttentionState],
+) -> AttentionState:
     """The state in the shape of `q`."""
-    run = trace_call if torch.compiler.is_compiling() else attend_call
     if out is not None:
-        return _attend_into(q, call, plan, out, impl, run)
-    state = run(call, plan, impl, None)
+        return _attend_into(q, call, out, run)
+    state = run(call, None)
     if call.queries.packed.shape != q.shape:
         state = AttentionState(*(x.view(*q.shape[:-1], *x.shape[2:]) for x in state))
     return state
 
 
-def _check_sinks(q: torch.Tensor, rules: Rules) -> torch.Tensor | None:
-    """Sinks that are merged after the call, whose sequences have other heads each."""
-    sizes = Sizes()
-    sizes.bind("num_heads", q.shape[-2], "q")
-    check_rules(rules._replace(tree_mask=None), sizes, q.device)
-    return rules.sinks
-
-
-def _check(call: AttendCall, plan: Plan | None, impl: str | None) -> None:
-    q, keys = call.queries.packed, call.keys
-    sizes = check_queries(q, keys)
-    check_rules(call.rules, sizes, q.device)
-    if torch.is_grad_enabled():
-        given = {"q": q, **keys.tensors(), "sinks": call.rules.sinks}
-        for name, tensor in given.items():
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError(f"{name} requires grad; attend is for inference, detach it")
-    if plan is not None:
-        plan.check(shape_of(call))
-        if impl not in (None, plan.impl):
-            raise ValueError(f"the plan was made by {plan.impl!r}, got impl={impl!r}")
-
-
-def _check_out(q: torch.Tensor, call: AttendCall, out: AttentionState) -> None:
-    """Refuse a state that cannot hold the result, or shares memory with what is read."""
-    check_destination(out, (*q.shape[:-1], call.keys.head_dim_v), (q.dtype,), q.device)
-    if out.out.stride(-1) != 1 < out.out.shape[-1]:
-        raise ValueError(
-            f"out.out must be contiguous in its last dimension, got strides {out.out.stride()}"
-        )
-    if not torch.compiler.is_compiling():
-        prior = call.prior
-        read = {} if prior is None else {"prior.out": prior.out, "prior.lse": prior.lse}
-        check_unshared(out, {"q": q, **call.keys.tensors(), **read})
+def _merge_sinks(state: AttentionState, sinks: torch.Tensor | None) -> AttentionState:
+    assert sinks is not None
+    return merge(state, AttentionState.sink(sinks, state), out=state)
 
 
 def _attend_into(
     q: torch.Tensor,
     call: AttendCall,
-    plan: Plan | None,
     out: AttentionState,
-    impl: str | None,
-    run: Callable[..., AttentionState],
+    run: Callable[[AttendCall, AttentionState | None], AttentionState],
 ) -> AttentionState:
     """Write into a state of the shape of `q`."""
     shape = call.queries.packed.shape[:2]
     if q.dim() == 3 and q.shape[1] == shape[1]:
-        run(call, plan, impl, out)
+        run(call, out)
         return out
     rows = AttentionState(*(x.reshape(*shape, *x.shape[q.dim() - 1 :]) for x in out))
-    run(call, plan, impl, rows)
+    run(call, rows)
     folds_heads = q.shape[-2] != shape[1]
     for mine, written in zip(out, rows, strict=True):
         viewed = mine.is_contiguous() or not folds_heads

@@ -14,9 +14,11 @@ from anabranch.keys import KeySource
 from anabranch.launches.allocation import allocate
 from anabranch.launches.call_kinds import Kinds, describe
 from anabranch.launches.recorder import PreparedLaunches, prepare, record
+from anabranch.prior import merge_prior
 from anabranch.producers import choose_producer, load_producer
-from anabranch.queries import check_queries, pack_queries
-from anabranch.rules import check_list_rules, make_rules
+from anabranch.queries import check_packing, check_queries, pack_queries
+from anabranch.rules import Rules, check_list_rules, make_rules
+from anabranch.state import AttentionState
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
@@ -50,6 +52,14 @@ class Plan:
         """The producer's own view of it."""
         return self.kind.layout.open(self.room)
 
+    def attend(self, call: AttendCall, out: AttentionState | None) -> AttentionState:
+        """The state of a call that the plan is for, prior states included."""
+        producer = load_producer(self.kind.impl)
+        state = producer.attend(call, self.kind.layout, self.room, out)
+        if call.prior is None or producer.RESUMES:
+            return state
+        return merge_prior(state, call.prior)
+
     def check(self, shape: CallShape) -> None:
         """Refuse a call that the plan was not made for."""
         if shape == self.kind.shape:
@@ -59,17 +69,18 @@ class Plan:
                 raise ValueError(f"the plan was made for {name} = {planned}, got {given}")
 
 
-class PreparedPlan(NamedTuple):
-    """How plans of a kind are made: one allocation, and what fills it."""
+class KnownPlan(NamedTuple):
+    """How plans of calls that were checked are made: one allocation, and what fills it."""
 
     kind: PlanKind
-    device: torch.device
-    filling: PreparedLaunches | None
+    rules: Rules  # without a mask
+    empty: Plan | None  # holds nothing, and so for all calls
+    filling: PreparedLaunches | None  # None: the producer fills it
 
 
 KINDS = Kinds[tuple[str, CallShape, PlanLayout], PlanKind]()
 NUMBERED = WeakValueDictionary[int, PlanKind]()
-PLANS = Kinds[tuple[Any, ...] | None, PreparedPlan]()
+PLANS = Kinds[tuple[Any, ...], KnownPlan]()
 _numbers = count()
 
 
@@ -104,32 +115,53 @@ def make_plan(
     one stream they do; for calls on several streams, make a plan for each.
     """
     options = PlanOptions(batch_invariant, fused_merge, config, rows_per_seq, leave_empty)
-    identity, kind, known = keys.identity, None, None
+    identity, kind = keys.identity, None
     if identity is not None and config is None:
-        order = (causal, window, tree_mask is None)
         described = describe((q, cu_seqlens_q))
-        kind = None if described is None else (identity.kind, described, *order, options, impl)
-        known = PLANS.get(kind)
-        if known is not None and known.filling is not None:
-            room = allocate((known.kind.layout.size,), (1,), torch.uint8, known.device)
-            run, launches, _ = known.filling
-            run(launches, (q, cu_seqlens_q, *identity.tensors, room))
-            return Plan(known.kind, room)
+        if described is not None:
+            order = (causal, window, tree_mask is None)
+            kind = (identity.kind, described, *order, options, impl)
+            if (known := PLANS.get(kind)) is not None:
+                return _plan_again(known, q, keys, cu_seqlens_q, tree_mask)
     rules = make_rules(
         causal=causal, window=window, tree_mask=tree_mask, head_dim=q.shape[-1] if q.dim() else 1
     )
     if keys.lists_per_token is not None:
         check_list_rules(rules)
+    check_packing(q, keys, cu_seqlens_q)
     queries = pack_queries(q, keys, cu_seqlens_q)
     check_queries(queries.packed, keys)
     call = AttendCall(queries, keys, rules, keys.view())
-    if identity is None or kind is None or known is not None:
+    if kind is None or identity is None:
         return plan_call(call, options, impl)
     with record() as recording:
         plan = plan_call(call, options, impl)
     filling = prepare(recording, (q, cu_seqlens_q), identity.tensors, (plan.room,))
-    PLANS.keep(kind, PreparedPlan(plan.kind, q.device, filling))
+    empty = None if plan.kind.layout.size else plan
+    PLANS.keep(kind, KnownPlan(plan.kind, rules._replace(tree_mask=None), empty, filling))
     return plan
+
+
+def _plan_again(
+    known: KnownPlan,
+    q: torch.Tensor,
+    keys: KeySource,
+    cu_seqlens_q: torch.Tensor | None,
+    tree_mask: torch.Tensor | None,
+) -> Plan:
+    """The plan of a call like one that was checked."""
+    if known.empty is not None:
+        return known.empty
+    kind = known.kind
+    room = allocate((kind.layout.size,), (1,), torch.uint8, q.device)
+    if known.filling is not None and keys.identity is not None:
+        run, launches, _ = known.filling
+        run(launches, (q, cu_seqlens_q, *keys.identity.tensors, room))
+    else:
+        rules = known.rules if tree_mask is None else known.rules._replace(tree_mask=tree_mask)
+        call = AttendCall(pack_queries(q, keys, cu_seqlens_q), keys, rules, keys.view())
+        load_producer(kind.impl).fill_plan(call, kind.layout, room)
+    return Plan(kind, room)
 
 
 def plan_call(call: AttendCall, options: PlanOptions, impl: str | None) -> Plan:

@@ -26,9 +26,7 @@ def pack_prior(
     return AttentionState(*(x.reshape(num_states, *rows, *x.shape[q.dim() :]) for x in prior))
 
 
-def merge_prior(state: AttentionState, prior: AttentionState | None) -> AttentionState:
+def merge_prior(state: AttentionState, prior: AttentionState) -> AttentionState:
     """Merge a stack into a state, in place."""
-    if prior is None:
-        return state
     states = (AttentionState(*each) for each in zip(*prior, strict=True))
     return merge(state, *states, out=state)

@@ -37,21 +37,33 @@ class Queries(NamedTuple):
 
 
 def pack_queries(q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | None) -> Queries:
-    """Check how queries belong to sequences, and flatten padded ones."""
+    """Flatten padded queries, and fold heads where every list of keys is a sequence of its own."""
+    num_seqs, num_lists = keys.num_seqs, keys.lists_per_token
+    if num_lists is not None:  # the heads that read a list are those of its one token
+        packed = q.reshape(num_seqs, q.shape[-2] // num_lists, q.shape[-1])
+        return Queries(packed, None, 1, num_seqs)
+    packed = q.flatten(0, 1) if q.dim() == 4 else q
+    if cu_seqlens_q is not None:
+        return Queries(packed, cu_seqlens_q, 0, num_seqs)
+    return Queries(packed, None, q.shape[1] if q.dim() == 4 else 1, num_seqs)
+
+
+def check_packing(q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | None) -> None:
+    """Refuse queries that do not belong to the sequences of the keys."""
     if q.dim() not in (3, 4):
         raise ValueError(f"q must have 3 or 4 dimensions, got shape {tuple(q.shape)}")
     if keys.lists_per_token is not None:
-        return _fold_heads(q, keys, keys.lists_per_token, cu_seqlens_q)
-    padded, num_seqs = q.dim() == 4, keys.num_seqs
-    packed = q.flatten(0, 1) if padded else q
+        _check_lists(q, keys, keys.lists_per_token, cu_seqlens_q)
+        return
+    num_seqs = keys.num_seqs
     if cu_seqlens_q is None:
         if q.shape[0] != num_seqs:
             raise ValueError(
                 f"q has {q.shape[0]} sequences, the keys have {num_seqs}; packed queries of "
                 "other lengths than 1 need cu_seqlens_q"
             )
-        return Queries(packed, None, q.shape[1] if padded else 1, num_seqs)
-    if padded:
+        return
+    if q.dim() == 4:
         raise ValueError(
             f"cu_seqlens_q goes with packed queries of 3 dimensions, got q {tuple(q.shape)}"
         )
@@ -64,13 +76,11 @@ def pack_queries(q: torch.Tensor, keys: KeySource, cu_seqlens_q: torch.Tensor | 
         )
     if num_seqs > 0 and cu_seqlens_q.stride(0) != 1:
         raise ValueError(f"cu_seqlens_q must be contiguous, got stride {cu_seqlens_q.stride(0)}")
-    return Queries(packed, cu_seqlens_q, 0, num_seqs)
 
 
-def _fold_heads(
+def _check_lists(
     q: torch.Tensor, keys: KeySource, num_lists: int, cu_seqlens_q: torch.Tensor | None
-) -> Queries:
-    """Every list of keys is a sequence, and the heads that read it are those of its one token."""
+) -> None:
     if cu_seqlens_q is not None:
         raise ValueError("lists of keys say themselves whose they are (seqs), got cu_seqlens_q")
     num_tokens, num_heads = q.shape[:-2].numel(), q.shape[-2]
@@ -79,8 +89,6 @@ def _fold_heads(
         raise ValueError(f"q has {num_tokens} tokens, but there are lists of {listed}")
     if num_heads % num_lists:
         raise ValueError(f"q has {num_heads} heads, not a multiple of {num_lists} lists a token")
-    packed = q.reshape(keys.num_seqs, num_heads // num_lists, q.shape[-1])
-    return Queries(packed, None, 1, keys.num_seqs)
 
 
 def check_queries(q: torch.Tensor, keys: KeySource) -> Sizes:

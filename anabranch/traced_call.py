@@ -1,4 +1,4 @@
-"""A call as its producer runs it, at once or as an operator that a tracer takes whole."""
+"""A call as an operator that a tracer takes whole."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from anabranch.call import AttendCall, PlanOptions
 from anabranch.keys import KeySource, flatten_source, rebuild_source
 from anabranch.plan import NUMBERED, Plan, plan_call
 from anabranch.prior import merge_prior
-from anabranch.producers import load_producer
 from anabranch.queries import Queries
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
@@ -16,21 +15,10 @@ from anabranch.state import AttentionState
 UNPLANNED = PlanOptions()
 
 
-def attend_call(
-    call: AttendCall, plan: Plan | None, impl: str | None, out: AttentionState | None
-) -> AttentionState:
-    """By the producer that made the plan, or the one that is asked for or found."""
-    if plan is None:
-        plan = plan_call(call, UNPLANNED, impl)
-    producer = load_producer(plan.impl)
-    state = producer.attend(call, plan.kind.layout, plan.room, out)
-    return state if producer.RESUMES else merge_prior(state, call.prior)
-
-
 def trace_call(
-    call: AttendCall, plan: Plan | None, impl: str | None, out: AttentionState | None
+    call: AttendCall, out: AttentionState | None, plan: Plan | None, impl: str | None
 ) -> AttentionState:
-    """By an operator."""
+    """The state of a call, which has been checked."""
     queries, keys, rules, _, prior = call
     arguments = (
         queries.packed,
@@ -44,7 +32,8 @@ def trace_call(
     if out is not None and prior is None:
         torch.ops.anabranch.attend_into(*out, *arguments)
         return out
-    state = merge_prior(AttentionState(*torch.ops.anabranch.attend(*arguments)), prior)
+    state = AttentionState(*torch.ops.anabranch.attend(*arguments))
+    state = state if prior is None else merge_prior(state, prior)
     if out is None:
         return state
     for mine, found in zip(out, state, strict=True):
@@ -130,7 +119,6 @@ def _run_traced(
 ) -> AttentionState:
     """A call from the arguments of an operator; what was traced is checked already."""
     call = AttendCall(Queries(q, cu_seqlens_q, 0, keys.num_seqs), keys, rules, keys.view())
-    plan = None
-    if plan_room is not None and plan_number is not None:
-        plan = Plan(NUMBERED[plan_number], plan_room)
-    return attend_call(call, plan, impl, out)
+    if plan_room is None or plan_number is None:
+        return plan_call(call, UNPLANNED, impl).attend(call, out)
+    return Plan(NUMBERED[plan_number], plan_room).attend(call, out)

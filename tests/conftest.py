@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import import_module
 from importlib.metadata import distributions
 from zlib import crc32
 
@@ -60,3 +61,15 @@ def _poison_fresh_memory() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def forget_calls() -> Callable[[], None]:
+    """Forgets the kinds of calls that were checked, so that producers are asked again."""
+
+    def forget() -> None:
+        for module, table in (("anabranch.attend", "CALLS"), ("anabranch.plan", "PLANS")):
+            getattr(import_module(module), table).clear()
+
+    forget()
+    return forget

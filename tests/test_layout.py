@@ -19,7 +19,7 @@ LAYERS = [
     {"keys", "device", "destination"},
     {"rules", "queries", "call"},
     {"kernels"},
-    {"merge", "producers", "plan", "prior", "traced_call", "attend", "append"},
+    {"merge", "producers", "plan", "prior", "traced_call", "call_checks", "attend", "append"},
     {"compositions"},
     {""},  # the package itself, `from anabranch import merge`
     {"distributed"},

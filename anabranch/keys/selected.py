@@ -90,7 +90,7 @@ class SelectedKV(KeySource):
             )
 
     @property
-    def lists_per_token(self) -> int:
+    def lists_per_token(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """1 where a list is shared by all heads."""
         return self.indices.shape[1] if self.indices.dim() == 3 else 1
 

@@ -36,7 +36,8 @@ class KeySource:
 
     __slots__ = ()
     kind: ClassVar[str]  # its name in the table of kinds
-    identity: Identity | None  # None where calls are not prepared
+    identity: Identity | None  # None where nothing is remembered of calls
+    lists_per_token: int | None = None  # of keys that a token has, each a sequence of some heads
 
     def check(self) -> None:
         """Refuse tensors that do not go together."""
@@ -98,11 +99,6 @@ class KeySource:
     def page_size(self) -> int:
         """Keys in a page; 1 where there are no pages."""
         return 1
-
-    @property
-    def lists_per_token(self) -> int | None:
-        """Lists of keys that a query token has, each a sequence for some of its heads, or None."""
-        return None
 
     @property
     def lengths(self) -> KeyLengths:

@@ -90,3 +90,9 @@ class KeyView(NamedTuple):
     values_in_keys: bool = False  # a value is the first head_dim_v columns of its key
     lists: KeyLists | None = None  # a producer makes the table from them, with pages of one key
     log_weights: torch.Tensor | None = None  # float32 [rows, keys], added to the logits of keys
+
+    @property
+    def is_pages(self) -> bool:
+        """Whether keys and values lie in pages that a table lists, and nothing else is read."""
+        plain = self.lists is None and self.log_weights is None and not self.values_in_keys
+        return plain and self.page_table is not None

@@ -18,9 +18,9 @@ _is_deterministic: Callable[[], bool] = _core._get_deterministic_algorithms
 def allocate(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor on a GPU; deterministic algorithms want it filled, which the fast way leaves out."""
+    """New memory; deterministic algorithms want it filled, which the fast way leaves out."""
     given: Any = (shape, strides)
-    if _fast is None or _current_device is None or _is_deterministic():
+    if device.type != "cuda" or _fast is None or _current_device is None or _is_deterministic():
         return torch.empty_strided(*given, dtype=dtype, device=device)
     if _current_device() != device.index:
         return torch.empty_strided(*given, dtype=dtype, device=device)

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 import torch
 
-from anabranch.launches.compile_ahead import is_ahead
+from anabranch.launches.compile_ahead import AHEAD
 from anabranch.launches.extension import load_launches
 
 Kind = TypeVar("Kind")
@@ -26,13 +26,12 @@ class Kinds(dict[Kind, Known]):
 
 
 def describe(tensors: tuple[torch.Tensor | None, ...]) -> bytes | None:
-    """Shapes, strides, dtypes, alignments and device of tensors, of which the first is given.
+    """Shapes, strides, dtypes, alignments and devices of tensors, and which of them are one.
 
-    None where calls cannot be prepared: on a CPU, under a tracer, without a C compiler, and where
-    kernels are compiled only.
+    None under a tracer, without a C compiler, and while kernels are compiled ahead: then nothing
+    is remembered of a call.
     """
-    first = tensors[0]
-    if torch.compiler.is_compiling() or first is None or not first.is_cuda or is_ahead():
+    if torch.compiler.is_compiling() or AHEAD.get():
         return None
     launches = load_launches()
     return None if launches is None else launches.describe(tensors)

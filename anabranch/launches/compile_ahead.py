@@ -10,12 +10,7 @@ from contextvars import ContextVar
 
 THREADS = 16  # a compilation waits for ptxas, a process of its own, most of its time
 
-_is_ahead: ContextVar[bool] = ContextVar("_is_ahead", default=False)
-
-
-def is_ahead() -> bool:
-    """Whether kernels are to be compiled and not to be run."""
-    return _is_ahead.get()
+AHEAD: ContextVar[bool] = ContextVar("AHEAD", default=False)  # kernels are compiled and not run
 
 
 @contextmanager
@@ -29,7 +24,7 @@ def compiling_ahead() -> Generator[None]:
         AsyncCompileMode,
     )
 
-    token = _is_ahead.set(True)
+    token = AHEAD.set(True)
     try:
         with (
             ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool,
@@ -37,4 +32,4 @@ def compiling_ahead() -> Generator[None]:
         ):
             yield
     finally:
-        _is_ahead.reset(token)
+        AHEAD.reset(token)

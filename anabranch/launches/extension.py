@@ -33,14 +33,24 @@ DRIVER_FUNCTIONS = (
 
 @cache
 def load_launches() -> ModuleType | None:
-    """launches.c, connected to torch and the driver; None where that cannot be had."""
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return None
+    """launches.c, which reads tensors; None where there is no compiler."""
     try:
         launches = build_extension(Path(__file__).with_name("launches.c"))
-        addresses = tuple(map(driver.address, DRIVER_FUNCTIONS))
-        launches.attach(torch.Tensor.__dlpack_c_exchange_api__, DLPACK_CUDA, addresses)
-    except (RuntimeError, AttributeError):  # no compiler, or an older driver
+        launches.attach(torch.Tensor.__dlpack_c_exchange_api__)
+    except (RuntimeError, AttributeError):
+        return None
+    return launches
+
+
+@cache
+def connect_launches() -> ModuleType | None:
+    """launches.c with the driver, to launch kernels; None where there is no GPU of NVIDIA's."""
+    launches = load_launches()
+    if launches is None or torch.version.cuda is None or not torch.cuda.is_available():
+        return None
+    try:
+        launches.connect(DLPACK_CUDA, tuple(map(driver.address, DRIVER_FUNCTIONS)))
+    except (RuntimeError, AttributeError):  # an older driver
         return None
     return launches
 

@@ -71,7 +71,7 @@ typedef struct {
 } Prepared;
 
 static const Exchange *exchange;
-static int32_t device_type; /* of the tensors that are described */
+static int32_t device_type; /* of the tensors that are launched with */
 static PyObject *requires_grad;
 static const char CAPSULE[] = "anabranch.prepared";
 
@@ -88,8 +88,8 @@ static char *put(char *end, const void *from, size_t size) {
     return end + size;
 }
 
-/* describe(tensors or None for each): all that a launch is prepared for, as bytes; None where a
- * tensor is none of this device type, or has no memory, as a tracer's. */
+/* describe(tensors or None for each): all that a call is checked and prepared for, as bytes; None
+ * where a tensor has no memory, as a tracer's. */
 static PyObject *describe(PyObject *module, PyObject *tensors) {
     char buffer[MAX_TENSORS * (32 + 2 * MAX_DIMS * sizeof(int64_t))], *end = buffer;
     uintptr_t addresses[MAX_TENSORS];
@@ -107,8 +107,7 @@ static PyObject *describe(PyObject *module, PyObject *tensors) {
             PyErr_Clear();
             Py_RETURN_NONE;
         }
-        if (tensor.device.type != device_type || !tensor.data || tensor.ndim > MAX_DIMS)
-            Py_RETURN_NONE;
+        if (!tensor.data || tensor.ndim > MAX_DIMS) Py_RETURN_NONE;
         PyObject *tracked = PyObject_GetAttr(object, requires_grad);
         if (!tracked) return NULL;
         Py_DECREF(tracked);
@@ -118,7 +117,7 @@ static PyObject *describe(PyObject *module, PyObject *tensors) {
         while (addresses[(int)head[2]] != addresses[i]) head[2]++; /* the first at this place */
         end = put(end, head, sizeof head);
         end = put(end, &tensor.dtype, sizeof tensor.dtype);
-        end = put(end, &tensor.device.index, sizeof tensor.device.index);
+        end = put(end, &tensor.device, sizeof tensor.device);
         end = put(end, tensor.shape, tensor.ndim * sizeof(int64_t));
         end = put(end, tensor.strides, tensor.ndim * sizeof(int64_t));
     }
@@ -310,25 +309,30 @@ static PyObject *run(PyObject *module, PyObject *const *args, Py_ssize_t nargs) 
     Py_RETURN_NONE;
 }
 
-/* attach(exchange capsule, device type, driver addresses) */
-static PyObject *attach(PyObject *module, PyObject *args) {
-    PyObject *capsule;
-    unsigned long long f[7];
-    if (!PyArg_ParseTuple(args, "Oi(KKKKKKK)", &capsule, &device_type, &f[0], &f[1], &f[2], &f[3],
-                          &f[4], &f[5], &f[6]))
-        return NULL;
+/* attach(exchange capsule): read tensors */
+static PyObject *attach(PyObject *module, PyObject *capsule) {
     exchange = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
     if (!exchange) return NULL;
     if (exchange->major != 1 || !exchange->tensor_from_object)
         return PyErr_Format(PyExc_RuntimeError, "torch has no DLPack 1 exchange table");
     requires_grad = PyUnicode_InternFromString("requires_grad");
+    Py_RETURN_NONE;
+}
+
+/* connect(device type, driver addresses): launch kernels */
+static PyObject *connect(PyObject *module, PyObject *args) {
+    unsigned long long f[7];
+    if (!PyArg_ParseTuple(args, "i(KKKKKKK)", &device_type, &f[0], &f[1], &f[2], &f[3], &f[4],
+                          &f[5], &f[6]))
+        return NULL;
     _Static_assert(sizeof driver == sizeof f, "pointers have 64 bits");
     memcpy(&driver, f, sizeof driver);
     Py_RETURN_NONE;
 }
 
 static PyMethodDef methods[] = {
-    {"attach", attach, METH_VARARGS, NULL},
+    {"attach", attach, METH_O, NULL},
+    {"connect", connect, METH_VARARGS, NULL},
     {"describe", describe, METH_O, NULL},
     {"is_apart", (PyCFunction)(void (*)(void))is_apart, METH_FASTCALL, NULL},
     {"encode", encode, METH_VARARGS, NULL},

@@ -17,8 +17,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.launches import driver
-from anabranch.launches.compile_ahead import is_ahead
-from anabranch.launches.extension import load_launches
+from anabranch.launches.compile_ahead import AHEAD
+from anabranch.launches.extension import connect_launches
 
 Tensors = tuple[torch.Tensor | None, ...]
 VALUE, POINTER, MAP = range(3)  # kinds of parameters, as in launches.c
@@ -77,7 +77,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
 
     While kernels are compiled ahead, it is compiled only.
     """
-    if is_ahead():
+    if AHEAD.get():
         kernel.warmup(*arguments, grid=grid, **COMPILED, **options)
         return
     compiled = kernel[grid](*arguments, **COMPILED, **options)
@@ -117,7 +117,7 @@ def prepare(recording: Recording, *groups: Tensors) -> PreparedLaunches | None:
 
     Tensors of a group are described together, so that those which are one tensor stay one.
     """
-    launches, device = load_launches(), next(iter(groups[0])).device  # pyright: ignore
+    launches, device = connect_launches(), next(iter(groups[0])).device  # pyright: ignore
     if launches is None or not recording.complete or not recording.launched:
         return None
     try:
@@ -187,7 +187,7 @@ def _flatten_map(
     base, shape, strides = box.base, box.shape, box.strides
     if layout is None or layout["fp4_padded"] or base.dtype not in MAP_TYPES:
         raise NotRecordable("a descriptor without a tensor map")
-    launches = load_launches()
+    launches = connect_launches()
     assert launches is not None
     encoded = launches.encode(
         base.data_ptr(),

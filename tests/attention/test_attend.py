@@ -42,7 +42,6 @@ from anabranch.call import PlanOptions
 from anabranch.kernels.config import AttendConfig
 from anabranch.keys import KeySource, flatten_source
 from anabranch.plan import plan_call
-from anabranch.traced_call import attend_call
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 GPU = pytest.mark.gpu
@@ -329,7 +328,7 @@ def test_values_in_keys(
     call = call._replace(view=call.view._replace(values_in_keys=True))
     plan = plan_call(call, PlanOptions(config=config), "triton")
     assert plan.work.program.constants.source.values_in_keys == once
-    assert_right(attend_call(call, plan, None, None), q, right, options)
+    assert_right(plan.attend(call, None), q, right, options)
 
 
 @every_device

@@ -27,6 +27,7 @@ from anabranch import reference
 from anabranch.kernels.cpu import attend as attend_module
 from anabranch.kernels.cpu import flash as flash_module
 from anabranch.kernels.cpu.masks import BLOCK_M, Visibility
+from anabranch.kernels.cpu.native import native
 from anabranch.keys import KeySource, RaggedKV
 from anabranch.state import AttentionState, merge_stacked
 
@@ -277,7 +278,7 @@ def test_scores_are_never_whole(options: dict[str, object]) -> None:
     [
         Case(source="dense", q_lens=(20,) * 6, k_lens=(20,) * 6),
         Case(source="ragged", q_lens=(20,) * 6, k_lens=(20,) * 6),
-        Case(source="paged", q_lens=(1,) * 6, k_lens=(50, 60, 55, 41, 42, 60)),
+        Case(source="paged", q_lens=(1,) * 6, k_lens=(50, 60, 55, 41, 42, 60), dims=(24, 24)),
         Case(source="dense", q_lens=(1,) * 6, k_lens=(50, 60, 55, 41, 42, 60)),
     ],
     ids=lambda case: f"{case.source}-{case.q_lens[0]}",
@@ -287,3 +288,13 @@ def test_one_call_for_a_batch(case: Case) -> None:
     with Recorder() as recorder:
         attend(q, keys, **options)
     assert recorder.num_flash_calls == 1
+
+
+def test_few_queries_over_pages_are_not_copied() -> None:
+    """One call of the kernel that reads pages in place, none of torch's."""
+    case = Case(source="paged", q_lens=(1, 2, 1), k_lens=(50, 60, 0), dims=(32, 32))
+    q, keys, options = make_inputs(case, 0)
+    with Recorder() as recorder:
+        state = attend(q, keys, **options)
+    assert_right(state, q, keys, options)
+    assert recorder.num_flash_calls == (0 if native() else 1)

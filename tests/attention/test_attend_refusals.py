@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -234,7 +235,9 @@ def test_head_dims(dim: int, message: str) -> None:
     refuse(message, keys=paged(v=cache), impl="triton")
 
 
-def test_producers_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_producers_are_asked_in_turn(
+    monkeypatch: pytest.MonkeyPatch, forget_calls: Callable[[], None]
+) -> None:
     """The first that can runs a call and its plans; one that is named runs it or says why not."""
     asked: list[object] = []
 
@@ -250,6 +253,7 @@ def test_producers_are_asked_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     assert asked == [PlanOptions(), PlanOptions(batch_invariant=True)]
     refuse("impl='fussy' cannot run this call: it dislikes paged keys", impl="fussy")
     monkeypatch.setattr(producers, "PRODUCERS", {"fussy": "fussy"})
+    forget_calls()
     refuse("nothing can run this call; fussy: it dislikes paged keys")
     producers.load_producer.cache_clear()
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 from cases import Case, assert_right, integers, make_inputs
 
 import anabranch.launches
-from anabranch import AttentionState, append_kv, attend, make_plan, producers
+from anabranch import AttentionState, append_kv, attend, call_checks, make_plan, producers
 from anabranch.append import APPENDS
 from anabranch.attend import CALLS
 from anabranch.launches import recorder
@@ -85,7 +87,8 @@ def fake() -> SimpleNamespace:
         pytest.skip(str(error))
     driver = FakeDriver((4, 8, 8, 128))
     table = torch.Tensor.__dlpack_c_exchange_api__
-    launches.attach(table, DLPACK_CPU, driver.addresses())
+    launches.attach(table)
+    launches.connect(DLPACK_CPU, driver.addresses())
     return SimpleNamespace(launches=launches, driver=driver)
 
 
@@ -293,9 +296,20 @@ def test_new_tokens_of_a_kind(forgotten: None) -> None:
     assert None not in APPENDS.values()
 
 
-def test_nothing_is_described_on_a_cpu() -> None:
-    q, keys, options = make_inputs(Case(q_lens=(1,), k_lens=(9,)), 0)
-    assert keys.identity is None
-    assert isinstance(recorder, ModuleType)
-    assert_right(attend(q, keys, **options), q, keys, options)
-    assert not CALLS
+def test_calls_of_a_kind_are_checked_once_on_a_cpu(
+    fake: SimpleNamespace, forget_calls: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later calls skip the checks; what has another shape is another kind, and is checked."""
+    checked: list[object] = []
+    check = call_checks.check_call
+    monkeypatch.setattr(
+        sys.modules["anabranch.attend"],
+        "check_call",
+        lambda *given: checked.append(given) or check(*given),
+    )
+    for seed in range(3):
+        q, keys, options = make_inputs(Case(q_lens=(1,), k_lens=(9,)), seed)
+        assert_right(attend(q, keys, **options), q, keys, options)
+    assert len(checked) == 1
+    with pytest.raises(ValueError, match="q has"):
+        attend(q[:, :-1], keys, **options)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.kernels.cpu.batches import Batch, make_batches
 from anabranch.kernels.cpu.blockwise import attend_blockwise
+from anabranch.kernels.cpu.decode import attend_pages, reads_pages
 from anabranch.kernels.cpu.flash import MAX_FOLDED_LEN, flash
 from anabranch.kernels.cpu.masks import Visibility
 from anabranch.kernels.cpu.merge import merge
+from anabranch.keys import PagedKV
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -63,8 +65,11 @@ def attend(
     queries, keys, rules = call.queries, call.keys, call.rules
     q, head_dim_v = queries.packed, keys.head_dim_v
     shape = (*q.shape[:2], head_dim_v)
-    bounds = queries.starts().tolist()
-    state = None
+    starts = queries.starts()
+    bounds = starts.tolist()
+    state = _attend_pages(call, starts, bounds)
+    if state is not None:
+        return state if out is None else _write(state, out)
     plain = rules.softcap is None and call.view.log_weights is None
     use_flash = plain and q.shape[2] == head_dim_v
     join_long = use_flash and rules.window is None and keys.is_contiguous
@@ -86,11 +91,28 @@ def attend(
     if rules.sinks is not None:
         attended = AttentionState(*(x[None, bounds[0] : bounds[-1]] for x in state))
         _merge_rows((attended, AttentionState.sink(rules.sinks, attended)), attended)
-    if out is None:
-        return state
+    return state if out is None else _write(state, out)
+
+
+def _write(state: AttentionState, out: AttentionState) -> AttentionState:
     out.out.copy_(state.out)
     out.lse.copy_(state.lse)
     return out
+
+
+def _attend_pages(
+    call: AttendCall, starts: torch.Tensor, bounds: list[int]
+) -> AttentionState | None:
+    """By the kernel for few queries over pages, where it is the faster way; else None."""
+    view, rules, q = call.view, call.rules, call.queries.packed
+    if q.dtype != torch.float32 or rules.sinks is not None or not view.is_pages:
+        return None
+    keys = cast("PagedKV", call.keys)
+    hidden = {"softcap": rules.softcap, "tree_mask": rules.tree_mask}
+    if not reads_pages(q, keys, starts, bounds, **hidden):
+        return None
+    order = {"causal": rules.causal, "window": rules.window}
+    return attend_pages(q, keys, starts, scale=rules.scale, **order)
 
 
 def _visibility(batch: Batch, rules: Rules) -> Visibility:
