@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
 CLIENTS := .venv-clients
 
-.PHONY: demo test test-gpu test-distributed test-vllm test-clients check bench docs clean
+.PHONY: demo test test-gpu test-distributed test-vllm test-clients mutants check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -43,6 +43,10 @@ $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 
 test-clients: $(CLIENTS)/.ready
 	$(CLIENTS)/bin/pytest tests/clients
+
+# An hour: how many small faults in the engine, the server and what they stand on the tests notice.
+mutants: $(VENV)/.ready
+	$(BIN)/python tests/mutants.py --out mutants.json
 
 check: $(VENV)/.ready
 	$(BIN)/ruff format --check .

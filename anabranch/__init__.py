@@ -5,6 +5,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from anabranch.requirements import check_versions
+
 if TYPE_CHECKING:
     from anabranch.append import append_kv
     from anabranch.attend import attend
@@ -56,6 +58,8 @@ __all__ = [
     "select_top_keys",
 ]
 __version__ = "0.1.0"
+
+check_versions()
 
 _NAMES = {
     "append": ["append_kv"],

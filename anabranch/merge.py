@@ -11,7 +11,7 @@ from typing import Literal, cast, overload
 
 import torch
 
-from anabranch.destination import check_destination, overlap
+from anabranch.check_states import check_destination, overlap
 from anabranch.shapes import FLOATS, check_dtype
 from anabranch.state import AttentionState
 

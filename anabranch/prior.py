@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.destination import check_state
+from anabranch.check_states import check_state
 from anabranch.merge import merge
 from anabranch.state import AttentionState
 

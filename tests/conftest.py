@@ -3,22 +3,48 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from importlib.metadata import distributions
+from importlib.metadata import requires, version
+from importlib.util import find_spec
+from typing import Any
 from zlib import crc32
 
 import hypothesis
 import pytest
 import torch
 
+
+def triton_version() -> tuple[int, ...] | None:
+    """Of the Triton that will be imported, the first on the path."""
+    if find_spec("triton") is None:
+        return None
+    return tuple(map(int, version("triton").split(".")[:2]))
+
+
+def compiler_refusal() -> str | None:
+    """Why torch compiles nothing for a GPU here: it does with the Triton it was built for."""
+    needed = [x for x in requires("torch") or [] if re.match(r"triton\b", x)]
+    if not needed or (found := triton_version()) is None:
+        return None
+    built_for = tuple(map(int, re.findall(r"\d+", needed[0])[:2]))
+    if found == built_for:
+        return None
+    return f"torch {torch.__version__} compiles with {needed[0]}, and {version('triton')} is here"
+
+
 HAS_GPU = torch.cuda.is_available()
 if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported
-    if any(each.version.startswith("3.6.") for each in distributions(name="triton")):
+    if (installed := triton_version()) is not None:
         from interpreter_cost import spare_repetitions
+        from interpreter_masks import keep_masks_boolean
 
-        spare_repetitions()  # which replaces private functions of that version
+        if installed >= (3, 9):
+            keep_masks_boolean()
+        if installed <= (3, 9):  # it replaces private functions, which later versions may not have
+            spare_repetitions()
 
 hypothesis.settings.register_profile(
     "anabranch",
@@ -47,6 +73,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture(autouse=True)
+def _skip_what_torch_cannot_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with another Triton than torch's, as `make test-gpu` may be given."""
+    if not HAS_GPU or (reason := compiler_refusal()) is None:
+        return
+    compile_with = torch.compile
+
+    def skip_inductor(*given: Any, backend: Any = "inductor", **options: Any) -> Any:
+        if backend == "inductor":
+            pytest.skip(reason)
+        return compile_with(*given, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", skip_inductor)
 
 
 @pytest.fixture(autouse=True)

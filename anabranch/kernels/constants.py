@@ -48,7 +48,7 @@ class Division:
     least_share: int
     aligned_growth: int
     deals: bool
-    fixed_parts: bool  # parts end where their own sequence says, whoever attends to them
+    fixed_parts: bool  # parts end where their own sequence says, whichever worker attends to them
     folds_parts: bool  # who holds all fixed parts of a block merges them as it goes
     part_tiles: int
     most_parts: int
@@ -77,33 +77,50 @@ class ListShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StoreConstants:
+    """How keys, or values, are stored and loaded."""
+
+    dim: int
+    format: StoreFormat
+    has_values: bool  # tiles are multiplied by weights
+    # (page, key) of a paged cache: these never change, and as constants they save a fifth of the
+    # inner loop's instructions
+    strides: tuple[int, int] | None = None
+    # (page, key, head); None for heads that lie first, where it depends on the number of pages
+    scale_strides: tuple[int, int, int | None] | None = None
+    words: bool = False  # codes are loaded four at a time
+
+
+@dataclass(frozen=True, slots=True)
 class Source:
     """Where keys lie."""
 
     page_size: int  # 1 for contiguous keys, which have no pages
-    k_format: StoreFormat
-    v_format: StoreFormat
-    values_in_keys: bool  # a tile of values is the main part of the tile of keys
+    k: StoreConstants
+    v: StoreConstants
+    one_tile: bool  # a tile of values is the main part of the tile of keys
     native_fp8: bool  # the GPU has the type float8_e4m3fn
-    # (k page, k key, v page, v key) of a paged cache: these never change, and as constants they
-    # save a fifth of the inner loop's instructions
-    page_strides: tuple[int, int, int, int] | None = None
-    # (page, key, head); None for heads that lie first, where it depends on the number of pages
-    k_scale_strides: tuple[int, int, int | None] | None = None
-    v_scale_strides: tuple[int, int, int | None] | None = None
     wide_pages: bool = False  # a page spans 2^31 elements or more
-    k_words: bool = False  # codes are loaded four at a time
-    v_words: bool = False
     pairs: bool = False  # both are loaded by pairs of keys
     packed: bool = False  # NVIDIA's instructions for pairs of halves are there
     lists: ListShape | None = None  # the table holds lists of keys, which are looked up as read
     list_heads: tuple[int, int] | None = None  # (lists of a token, kv heads) of quantised keys
 
     @property
+    def is_paged(self) -> bool:
+        """Whether there is a page table."""
+        return self.k.strides is not None
+
+    @property
     def is_plain(self) -> bool:
         """Whether keys and values are numbers in tiles of their own."""
-        scaling = (self.k_format.scaling, self.v_format.scaling)
-        return scaling == ("none", "none") and not self.values_in_keys
+        scaling = (self.k.format.scaling, self.v.format.scaling)
+        return scaling == ("none", "none") and not self.one_tile
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether the one scale of values is multiplied into the sum over all tiles."""
+        return self.v.words and self.v.format.scaling == "tensor"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -153,7 +170,7 @@ def attend_program(
     page_size: int,
     k_format: StoreFormat,
     v_format: StoreFormat,
-    values_in_keys: bool = False,
+    latent: bool = False,
     native_fp8: bool = False,
     packed: bool = False,
     fixed_parts: bool = False,
@@ -167,7 +184,7 @@ def attend_program(
     """Join a configuration with the shapes of a call."""
     main, rest = split_head_dim(head_dim_k)
     block_dv = max(16, power_of_two(head_dim_v))
-    one_tile = values_in_keys and is_main_tile(head_dim_k, head_dim_v)
+    one_tile = latent and is_main_tile(head_dim_k, head_dim_v)
     paired = config.paired and one_tile
     if paired and group % config.block_m == 0:  # each block of heads as if it had its own keys
         num_kv_heads, group = group // config.block_m, config.block_m
@@ -190,7 +207,7 @@ def attend_program(
             block_dv=block_dv,
             keys_first=config.keys_first,
             values_first=config.values_first,
-            lazy_peak=config.lazy_peak and values_in_keys and not config.keys_first,
+            lazy_peak=config.lazy_peak and latent and not config.keys_first,
             paired=paired,
         ),
         division=Division(
@@ -217,9 +234,9 @@ def attend_program(
         ),
         source=Source(
             page_size=page_size,
-            k_format=k_format,
-            v_format=v_format,
-            values_in_keys=one_tile,
+            k=StoreConstants(head_dim_k, k_format, has_values=one_tile),
+            v=StoreConstants(head_dim_v, v_format, has_values=True),
+            one_tile=one_tile,
             native_fp8=native_fp8,
             packed=packed,
         ),
@@ -230,12 +247,13 @@ def attend_program(
 
 @cache
 def with_page_strides(
-    constants: AttendConstants, strides: tuple[int, int, int, int]
+    constants: AttendConstants, k_strides: tuple[int, int], v_strides: tuple[int, int]
 ) -> AttendConstants:
-    """The constants for a paged cache with these strides."""
-    wide = constants.source.page_size * max(strides[1], strides[3]) >= 1 << 31
-    source = replace(constants.source, page_strides=strides, wide_pages=wide)
-    return replace(constants, source=source)
+    """The constants for a paged cache with these strides of pages and keys."""
+    source = constants.source
+    wide = source.page_size * max(k_strides[1], v_strides[1]) >= 1 << 31
+    k, v = replace(source.k, strides=k_strides), replace(source.v, strides=v_strides)
+    return replace(constants, source=replace(source, k=k, v=v, wide_pages=wide))
 
 
 @cache
@@ -249,13 +267,12 @@ def with_codes(
     list_heads: tuple[int, int] | None = None,
 ) -> AttendConstants:
     """The constants for quantised stores: strides of scales, and how codes can be loaded."""
-    tiles = constants.tiles
+    tiles, source = constants.tiles, constants.source
+    v_words = v_words and not tiles.values_first
     source = replace(
-        constants.source,
-        k_scale_strides=k_scale_strides,
-        v_scale_strides=v_scale_strides,
-        k_words=k_words,
-        v_words=v_words and not tiles.values_first,
+        source,
+        k=replace(source.k, scale_strides=k_scale_strides, words=k_words),
+        v=replace(source.v, scale_strides=v_scale_strides, words=v_words),
         pairs=pairs and tiles.keys_first and tiles.block_m < 16,
         list_heads=list_heads,
     )

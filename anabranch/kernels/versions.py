@@ -19,3 +19,8 @@ TRITON: Version = tuple(map(int, triton.__version__.split(".")[:2]))  # pyright:
 def since(table: dict[Version, Value], version: Version = TRITON) -> Value:
     """The entry of a version: that of the last one in the table which is not newer."""
     return table[max(first for first in table if first <= version)]
+
+
+# Whether the compiler takes products with 8 columns of operands made in registers, as codes loaded
+# by pairs of keys are, on GPUs with tensor memory. From 3.8 on, TritonGPUOptimizeDotOperands fails.
+PAIRS_IN_TENSOR_MEMORY = since({(3, 6): True, (3, 8): False})

@@ -57,5 +57,5 @@ def check_index(argument: str, index: torch.Tensor, device: torch.device) -> Non
     check_dtype(argument, index, (torch.int32,))
     check_device(argument, index, device)
     if index.dim() and index.shape[-1] > 1 and index.stride(-1) != 1:
-        raise ValueError(f"{argument} must be contiguous in its last dimension, "
-                         f"got strides {index.stride()}")  # fmt: skip
+        need = f"{argument} must be contiguous in its last dimension"
+        raise ValueError(f"{need}, got strides {index.stride()}")

@@ -8,13 +8,13 @@ from typing import ClassVar, Self
 import torch
 
 from anabranch.keys.columns import DecodedColumns, KeyColumns, last_positions
+from anabranch.keys.common_strides import common_steps, in_steps
 from anabranch.keys.dense import DenseKV
 from anabranch.keys.formats import rows_of
 from anabranch.keys.latent import LatentKV
 from anabranch.keys.paged import PagedKV
 from anabranch.keys.pair import check_index
 from anabranch.keys.source import Identity, KeyLengths, KeySource
-from anabranch.keys.steps import common_steps, in_steps
 from anabranch.keys.view import KeyLists, KeyView
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 

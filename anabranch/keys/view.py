@@ -96,3 +96,13 @@ class KeyView(NamedTuple):
         """Whether keys and values lie in pages that a table lists, and nothing else is read."""
         plain = self.lists is None and self.log_weights is None and not self.values_in_keys
         return plain and self.page_table is not None
+
+    @property
+    def is_quantised(self) -> bool:
+        """Whether keys or values are codes with scales."""
+        return self.k.scales is not None or self.v.scales is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether keys and values are numbers in places of their own."""
+        return not self.is_quantised and not self.values_in_keys

@@ -327,7 +327,7 @@ def test_values_in_keys(
     call = make_call(q, keys, options)
     call = call._replace(view=call.view._replace(values_in_keys=True))
     plan = plan_call(call, PlanOptions(config=config), "triton")
-    assert plan.work.program.constants.source.values_in_keys == once
+    assert plan.work.program.constants.source.one_tile == once
     assert_right(plan.attend(call, None), q, right, options)
 
 

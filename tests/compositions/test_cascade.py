@@ -113,7 +113,10 @@ def test_levels_are_found(impl: str, device: str) -> None:
     # One page for three sequences does not pay, four pages for two of them do, from the first on.
     rows = [[0, 1, 2, 3, 30], [0, 1, 2, 3, 31], [0, 32]]
     keys = make_keys(case, rows, [19, 19, 7])
-    assert spans_of(q[:3], keys, impl, levels=2, min_saved_keys=10) == [[], [(0, 2, [0, 1, 2, 3])]]
+    for least in (10, 13, 16):  # all four pages count, not those after the first level alone
+        found = spans_of(q[:3], keys, impl, levels=2, min_saved_keys=least)
+        assert found == [[], [(0, 2, [0, 1, 2, 3])]]
+    assert spans_of(q[:3], keys, impl, levels=2, min_saved_keys=17) == [[], []]
 
 
 @every_producer

@@ -216,16 +216,46 @@ class OthersMissingError(Exception):
     pass
 
 
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens", "decode_tokens"),
+    [
+        ([1, 3, 5, 1], [9, 17, 5, 2], None),  # as in a graph, in one section
+        ([1, 6, 5], [9, 17, 5], 1),  # the last is new, those before it are not
+        ([6, 7], [6, 7], 2),  # all are new
+    ],
+)
+@pytest.mark.parametrize("fp8", [False, True], ids=["plain", "fp8"])
 @pytest.mark.parametrize(("num_ranks", "interleave"), [(2, 1), (3, 4)])
-def test_keys_on_several_ranks(num_ranks: int, interleave: int) -> None:
-    q_lens, k_lens = [1, 3, 5, 1], [9, 17, 5, 2]
-    num_tokens = sum(q_lens)
+def test_keys_on_several_ranks(
+    num_ranks: int,
+    interleave: int,
+    fp8: bool,
+    q_lens: list[int],
+    k_lens: list[int],
+    decode_tokens: int | None,
+) -> None:
+    """As vLLM writes them: a rank's pages hold its share of all keys, the new ones included."""
+    num_tokens, num_seqs = sum(q_lens), len(q_lens)
     sinks = torch.randn(num_ranks, HEADS)
     queries = [torch.randn(num_tokens, HEADS, DIM) for _ in range(num_ranks)]
     k, v = torch.randn(2, num_tokens, 1, DIM)
-    whole, table = make_pages(num_kv_heads=1), make_table(len(q_lens))
-    whole.write(k, v, slots_of(q_lens, k_lens, table))
-    all_keys = PagedKV(whole.k, whole.v, table, torch.tensor(k_lens, dtype=torch.int32))
+    table = make_table(num_seqs)
+    caches = [make_pages(num_kv_heads=1, fp8=fp8) for _ in range(num_ranks)]
+    whole, starts = make_pages(num_kv_heads=1, fp8=fp8), torch.tensor([0, *q_lens]).cumsum(0)
+    all_k, all_v = list[torch.Tensor](), list[torch.Tensor]()
+    for seq, k_len in enumerate(k_lens):
+        past = whole.keys(table, torch.tensor(k_lens).int() - torch.tensor(q_lens).int())
+        new = slice(int(starts[seq]), int(starts[seq + 1]))
+        rows = [
+            torch.cat([x.float(), y[new]]) for x, y in zip(past.gather(seq), (k, v), strict=True)
+        ]
+        all_k.append(rows[0])
+        all_v.append(rows[1])
+        for rank, pages in enumerate(caches):
+            mine = [p for p in range(k_len) if p // interleave % num_ranks == rank]
+            local = torch.arange(len(mine))
+            slots = table[seq][local // PAGE].long() * PAGE + local % PAGE
+            pages.write(rows[0][mine], rows[1][mine], slots)
     states: dict[int, AttentionState] = {}
 
     def combine(out: Any, lse: Any, group: Rank, return_lse: bool) -> tuple[Any, Any]:
@@ -238,28 +268,22 @@ def test_keys_on_several_ranks(num_ranks: int, interleave: int) -> None:
         return merged.out[:, heads], merged.lse[:, heads]
 
     def run(rank: int) -> torch.Tensor:
-        pages = make_pages(num_kv_heads=1)
-        for seq, (q_len, k_len) in enumerate(zip(q_lens, k_lens, strict=True)):
-            past_k, past_v = all_keys.gather(seq)
-            mine = [p for p in range(k_len - q_len) if p // interleave % num_ranks == rank]
-            local = torch.arange(len(mine))
-            slots = table[seq][local // PAGE].long() * PAGE + local % PAGE
-            pages.write(past_k[mine], past_v[mine], slots)
-        batch = read_batch(common_metadata(q_lens, k_lens, table), decode_tokens=None)
+        batch = read_batch(common_metadata(q_lens, k_lens, table), decode_tokens=decode_tokens)
         output = torch.empty(num_tokens + 1, HEADS, DIM)
         options = LayerOptions(0.3, None, None, sinks[rank], False)
         ranks = ContextRanks(Rank(rank, queries), combine, interleave)
+        pages = caches[rank]
         attend_across_ranks(object(), options, queries[rank], k, v, pages, batch, output, ranks)
         return output[:num_tokens]
 
     for rank in range(num_ranks - 1):
-        with pytest.raises(OthersMissingError):
-            run(rank)
+        if q_lens != k_lens:
+            with pytest.raises(OthersMissingError):
+                run(rank)
+    keys = RaggedKV(torch.cat(all_k), torch.cat(all_v), torch.tensor([0, *k_lens]).cumsum(0).int())
     for rank in reversed(range(num_ranks)):
-        starts = torch.tensor([0, *q_lens]).cumsum(0).int()
-        expect: dict[str, Any] = {"cu_seqlens_q": starts, "scale": 0.3, "sinks": sinks[rank]}
-        expected = attend(queries[rank], all_keys, **expect)
-        torch.testing.assert_close(run(rank), expected.out)
+        expect: dict[str, Any] = {"cu_seqlens_q": starts.int(), "scale": 0.3, "sinks": sinks[rank]}
+        torch.testing.assert_close(run(rank), attend(queries[rank], keys, **expect).out)
 
 
 @pytest.mark.parametrize("version", ["0.26.0", "0.26.0+cu130", "0.29.1rc2", "0.32.0"])
@@ -387,6 +411,8 @@ def test_layers_are_refused_when_made(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layer, "dcp_world_size", 2)
     with pytest.raises(ValueError, match=r"2 ranks .* sliding_window=8"):
         layer(num_heads=8, head_size=64, scale=0.1, num_kv_heads=1, sliding_window=8)
+    with pytest.raises(ValueError, match=r"2 ranks .* kv_sharing_target_layer_name='layer.3'"):
+        layer(8, 64, 0.1, num_kv_heads=1, kv_sharing_target_layer_name="layer.3")
     with pytest.raises(ValueError, match="num_kv_heads=4"):
         layer(num_heads=8, head_size=64, scale=0.1, num_kv_heads=4)
 

@@ -17,7 +17,7 @@ from torch.nn import functional
 from anabranch import LLM, PagedKV, SamplingParams, append_kv, attend, reference
 from anabranch.kernels.cpu import decode, waiting
 from anabranch.kernels.cpu import native as native_module
-from anabranch.kernels.cpu.linear import rms_norm, silu_gate
+from anabranch.kernels.cpu.linear import pack, packed_linear, rms_norm, silu_gate
 from anabranch.kernels.cpu.native import native
 from anabranch.llm.engine import limits
 from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers
@@ -85,6 +85,54 @@ def test_decode(case: Any, causal: bool) -> None:
     expected = reference.attend(q, keys, cu_seqlens_q=starts, **options)
     by_torch = attend(q, keys, cu_seqlens_q=starts, **options)
     assert_state_close(state, expected, by_torch)
+
+
+@needs_compiler
+@pytest.mark.parametrize("length", [5, 1500], ids=["whole", "in parts"])
+def test_a_key_of_nan_is_no_empty_state(length: int) -> None:
+    keys, starts = paged([length, length], 16, 1, (16, 16)), torch.tensor([0, 1, 2], dtype=int32)
+    page, row = divmod(length - 2, 16)
+    keys.k[keys.page_table[0, page], row] = torch.nan
+    options: Any = {"causal": True, "window": None, "scale": 0.2}
+    q = torch.randn(2, 2, 16)
+    state = decode.attend_pages(q, keys, starts, **options)
+    assert state.out[0].isnan().all() and state.lse[0].isnan().all()
+    alone = PagedKV(keys.k, keys.v, keys.page_table[1:], keys.seq_lens[1:])
+    expected = decode.attend_pages(q[1:], alone, starts[:2], **options)
+    torch.testing.assert_close((state.out[1:], state.lse[1:]), tuple(expected))
+
+
+@needs_compiler
+def test_kernels_may_be_called_by_many_threads() -> None:
+    """Each call has its own memory, and each calling thread its own team."""
+    x, weight = torch.randn(5, 96), torch.randn(70, 96)
+    packed, norm = pack(weight), torch.randn(96)
+    keys, starts = paged([70, 40], 16, 2, (32, 32)), torch.tensor([0, 1, 2], dtype=int32)
+    q = torch.randn(2, 4, 32)
+    tables = [torch.randint(0, len(keys.k), (2, 6), dtype=int32) for _ in range(4)]
+
+    def once(number: int) -> list[torch.Tensor]:
+        mine = PagedKV(keys.k, keys.v, tables[number], keys.seq_lens)
+        state = decode.attend_pages(q, mine, starts, causal=True, window=None, scale=0.2)
+        products = packed_linear(x + number, packed, 70, None)
+        return [*state, products, rms_norm(x + number, norm, 1e-5), silu_gate(x * number)]
+
+    def often(number: int) -> None:
+        barrier.wait()
+        for _ in range(50):
+            found = once(number)
+            pairs = zip(found, expected[number], strict=True)
+            if not all(torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs):
+                wrong.append(number)
+
+    expected = [once(number) for number in range(4)]
+    wrong, barrier = list[int](), threading.Barrier(4)
+    threads = [threading.Thread(target=often, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
 
 
 @needs_compiler

@@ -14,7 +14,7 @@ from lengths import call_of_lengths
 from anabranch import AttentionState, attend, make_plan
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import capability
-from anabranch.kernels.gluon.plan import HopperLayout, lay_out_items
+from anabranch.kernels.gluon.plan import HopperLayout, lay_out
 from anabranch.kernels.hopper_config import HEAD_DIMS, hopper_constants, select_tiles
 from anabranch.kernels.schedule.items import HEADER, ITEM
 from anabranch.kernels.schedule.order import num_slots, order, order_size
@@ -309,7 +309,7 @@ def test_batch_invariant_plans_have_one_program() -> None:
         q, keys, options = make_inputs(replace(case, padding=0), 0)
         queries = Queries(q, options["cu_seqlens_q"], q_len, num_seqs)
         call = AttendCall(queries, keys, Rules(causal=True, scale=1.0), keys.view())
-        layouts.append(lay_out_items(call, PlanOptions(batch_invariant=True)))
+        layouts.append(lay_out(call, PlanOptions(batch_invariant=True)))
     assert layouts[0].constants is layouts[1].constants
 
 

@@ -22,7 +22,7 @@ from anabranch.kernels.gluon.latent_config import (
 )
 from anabranch.kernels.schedule.schedule import schedule
 from anabranch.kernels.schedule.schedule_layout import schedule_size
-from anabranch.kernels.schedule.walk import begin_walk, take_item
+from anabranch.kernels.schedule.walk import begin_share, take_item
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 IS_HOPPER = torch.cuda.is_available() and capability(torch.device("cuda", 0))[0] == 9
@@ -211,20 +211,20 @@ def test_what_runs_where() -> None:
 def walk_kernel(schedule_ptr, items_ptr, counts_ptr, MOST: tl.constexpr, W: tl.constexpr):
     """Write the items of one worker, as a partition of the Hopper kernel walks through them."""
     worker = tl.program_id(0)
-    walk = begin_walk(schedule_ptr, worker, W)
-    walk, block, tiles, part = take_item(schedule_ptr, walk, worker, W)
+    spot = begin_share(worker, schedule_ptr, W)
+    spot, item = take_item(spot, worker, schedule_ptr, W)
     count = 0
-    while tiles[0] < tiles[1]:
-        item = items_ptr + (worker * MOST + count) * 7
-        tl.store(item, block[0])
-        tl.store(item + 1, block[1])
-        tl.store(item + 2, tiles[0])
-        tl.store(item + 3, tiles[1])
-        tl.store(item + 4, part[0])
-        tl.store(item + 5, part[1])
-        tl.store(item + 6, part[2])
+    while item.tile < item.stop:
+        ptr = items_ptr + (worker * MOST + count) * 7
+        tl.store(ptr, item.block.origin)
+        tl.store(ptr + 1, item.block.first_row)
+        tl.store(ptr + 2, item.tile)
+        tl.store(ptr + 3, item.stop)
+        tl.store(ptr + 4, item.part)
+        tl.store(ptr + 5, item.num_parts)
+        tl.store(ptr + 6, item.first_slot)
         count += 1
-        walk, block, tiles, part = take_item(schedule_ptr, walk, worker, W)
+        spot, item = take_item(spot, worker, schedule_ptr, W)
     tl.store(counts_ptr + worker, count)
 
 

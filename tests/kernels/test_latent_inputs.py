@@ -113,7 +113,7 @@ def test_layers_use_it_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     from test_engine_models import config_of
 
     from anabranch.llm.models import latent_attention as module
-    from anabranch.llm.runner.model_attention import NAME, find_layers, register
+    from anabranch.llm.runner.model_attention import NAME, collecting, register
 
     register()
     config = config_of(name)
@@ -131,6 +131,7 @@ def test_layers_use_it_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     model.lm_head.register_forward_hook(lambda *given: outputs.append(given[2]))
     for on_gpu in (False, True):
         monkeypatch.setattr(module, "_is_on_gpu", lambda x, on_gpu=on_gpu: on_gpu)
-        find_layers(model, 7, 97)
+        with collecting():
+            model(torch.arange(7, device=DEVICE)[None], use_cache=False)
     assert calls == [7, 7]
     torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=1e-4)

@@ -130,10 +130,12 @@ def launch_stored(
     packed: bool = False,
     num_pairs: int = 512,
     boxed: bool = False,
+    paired: bool = True,
 ) -> None:
     """Decode over latent rows or pages of 8 heads in a format, in the tiles selected for it.
 
-    `packed` is True for NVIDIA's GPUs, as in a plan, and `boxed` for those that copy boxes.
+    `packed` is True for NVIDIA's GPUs, as in a plan, `boxed` for those that copy boxes, and
+    `paired` where codes are loaded by pairs of keys if they can be.
     """
     dims, num_kv_heads = ((576, 512), 1) if latent else ((head_dim, head_dim), 8)
     stores = [
@@ -147,20 +149,21 @@ def launch_stored(
     else:
         keys = PagedKV(k, v, ints(64, 16), ints(64), k_scales, v_scales, BRAIN)
     view = keys.view()
+    code_pairs = paired and in_pairs(view)
     config = select_attend(
         rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
-        latent=latent, quantised=format_name != "plain", code_pairs=in_pairs(view),
+        latent=latent, quantised=format_name != "plain", code_pairs=code_pairs,
         int8_codes=view.k.format.name == "int8", box_keys=box_keys(view) if boxed else 0,
     )  # fmt: skip
     shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
     halves = in_words(view.k) and not latent
     room = {"per_program": shared_memory, "per_sm": shared_memory, "code_words": halves}
-    config = fit_shared_memory(config, *shape, **room, code_pairs=in_pairs(view))
+    config = fit_shared_memory(config, *shape, **room, code_pairs=code_pairs)
     recent = shared_memory >= 227 * 1024
     program = program_of(
         config, dims, page_size=page_size, num_programs=132, group=rows,
         num_kv_heads=num_kv_heads, k_format=view.k.format, v_format=view.v.format,
-        values_in_keys=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
+        latent=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
         fused=config.fused_merge,
     )  # fmt: skip
     num_heads = rows * num_kv_heads
@@ -190,6 +193,9 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
     stored = partial(launch_stored, latent=False, packed=shared_memory > 64 * 1024)
     for name in ("fp8_tensor", "fp8", "int8", "q8_0"):
         yield f"decode {name}", partial(stored, 4, name, shared_memory)
+    for name in ("fp8", "int8"):
+        alone = partial(stored, 4, name, shared_memory, paired=False)
+        yield f"decode {name}, keys one by one", alone
     yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
     few = partial(stored, 4, "int8", shared_memory, num_pairs=8)
     yield "decode one sequence of int8", few

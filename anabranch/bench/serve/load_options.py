@@ -17,7 +17,7 @@ from anabranch.bench.engine.bench_options import (
     compared_settings,
     parse_sizes,
 )
-from anabranch.llm.cli.engine_options import SPECULATIVE, ServingOptions
+from anabranch.llm.cli.engine_options import DRAFTS, SPECULATIVE, ServingOptions
 from anabranch.llm.cli.options import option
 
 
@@ -151,7 +151,7 @@ class SoakOptions(ServingOptions):
     $ anabranch bench soak --clients 8 --seconds 10
     """
 
-    speculative: str = option("ngram", "Where drafts come from.", choices=SPECULATIVE)
+    speculative: str | None = option(None, DRAFTS, choices=SPECULATIVE)
     clients: int = option(
         64, "Clients at once; each sends a request when its last is answered.", at_least=1
     )

@@ -72,7 +72,10 @@ class AnabranchAttention(_interface.AttentionImpl):
             reads_other_layer=kv_sharing_target_layer_name is not None,
         )
         self.ranks = find_ranks(
-            self.dcp_world_size, window=sliding_window, num_kv_heads=self.num_kv_heads
+            self.dcp_world_size,
+            window=sliding_window,
+            num_kv_heads=self.num_kv_heads,
+            keys_of=kv_sharing_target_layer_name,
         )
         self._cache: CachePages | None = None
 

@@ -11,7 +11,7 @@ from anabranch import AttentionState, RaggedKV, attend, merge
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.cache_pages import CachePages
 from anabranch.integrations.vllm.compat import combine_across_ranks
-from anabranch.integrations.vllm.layer_attention import attend_batch, state_around
+from anabranch.integrations.vllm.layer_attention import state_around
 from anabranch.integrations.vllm.layer_options import LayerOptions
 
 
@@ -23,7 +23,9 @@ class ContextRanks(NamedTuple):
     interleave: int  # consecutive keys on one rank
 
 
-def find_ranks(num_ranks: int, *, window: int | None, num_kv_heads: int) -> ContextRanks | None:
+def find_ranks(
+    num_ranks: int, *, window: int | None, num_kv_heads: int, keys_of: str | None = None
+) -> ContextRanks | None:
     """The ranks that vLLM was started with; None if a sequence's keys lie on one."""
     if num_ranks == 1:
         return None
@@ -31,6 +33,11 @@ def find_ranks(num_ranks: int, *, window: int | None, num_kv_heads: int) -> Cont
         raise ValueError(
             f"decode context parallel over {num_ranks} ranks has no windows, "
             f"got sliding_window={window}"
+        )
+    if keys_of is not None:  # new keys are in the cache only, where a rank has its share of them
+        raise ValueError(
+            f"decode context parallel over {num_ranks} ranks has no layers that read another "
+            f"layer's keys, got kv_sharing_target_layer_name={keys_of!r}"
         )
     if num_kv_heads != 1:  # query heads of all ranks are put together for each kv head
         raise ValueError(
@@ -58,13 +65,19 @@ def attend_across_ranks(
     """attend_batch() where earlier keys are dealt out over ranks, and new ones are on all of them.
 
     Every rank attends with the heads of all ranks to the keys it holds; the merged states of its
-    own heads then merge with the new keys. A sink counts once, with the new keys.
+    own heads then merge with the new keys, which are never read from pages: a rank's pages hold its
+    share of them. A sink counts once, with the new keys.
     """
-    if all(bounds.are_new for bounds in batch.bounds):  # the same on all ranks
-        return attend_batch(layer, options, q, k, v, pages, batch, output)
     batch.enter(layer)
     q, k, v = (x[: batch.num_tokens] for x in (q, k, v))
-    starts = batch.query_start_loc
+    starts, into = batch.query_start_loc, state_around(output[: batch.num_tokens])
+    shared: Any = {"scale": options.scale, "softcap": options.softcap, "cu_seqlens_q": starts}
+    new = RaggedKV(k, v, starts)
+    plan = batch.plan(q, new, starts, causal=batch.causal, window=None)
+    of_new: Any = {"causal": batch.causal, "sinks": options.sinks, "plan": plan, **shared}
+    if all(bounds.are_new for bounds in batch.bounds):  # the same on all ranks
+        attend(q, new, out=into, **of_new)
+        return
     lengths = batch.local_context_lens(
         rank=ranks.group.rank_in_group,
         num_ranks=ranks.group.world_size,
@@ -72,12 +85,7 @@ def attend_across_ranks(
     )
     context = pages.keys(batch.block_table, lengths)
     of_all_ranks = ranks.group.all_gather(q.contiguous(), dim=1)
-    shared: Any = {"scale": options.scale, "softcap": options.softcap, "cu_seqlens_q": starts}
     plan = batch.plan(of_all_ranks, context, starts, causal=False, window=None)
     state = attend(of_all_ranks, context, causal=False, plan=plan, **shared)
     out, lse = ranks.combine(state.out, state.lse, ranks.group, return_lse=True)
-    new = RaggedKV(k, v, starts)
-    plan = batch.plan(q, new, starts, causal=batch.causal, window=None)
-    latest = attend(q, new, causal=batch.causal, sinks=options.sinks, plan=plan, **shared)
-    earlier = AttentionState(out, lse.contiguous())
-    merge(earlier, latest, out=state_around(output[: batch.num_tokens]))
+    merge(AttentionState(out, lse.contiguous()), attend(q, new, **of_new), out=into)

@@ -2,6 +2,7 @@
    a quantised cache are decoded a block at a time.
    A task is a sequence, a kv head and a part of the keys; it makes the states of all rows that
    read the head: queries of the sequence times heads of the group. */
+#include "kernels.h"
 #include "vectors.h"
 
 #define BLOCK 64    /* keys at a time: they stay in the L1 cache for all rows */
@@ -156,10 +157,27 @@ static void attend_task(const struct call *call, long seq, long head, long split
   for (long row = 0; row < num_rows; row++) {
     long token = split * call->num_tokens + q_start + row / call->group;
     long index = (token * call->num_kv_heads + head) * call->group + row % call->group;
-    float sum = states.sum[row];
-    call->lse[index] = sum > 0 ? states.max[row] + logf(sum) : -INFINITY;
+    float sum = states.sum[row]; /* 0 where no key was seen; NaN stays NaN */
+    call->lse[index] = sum == 0 ? -INFINITY : states.max[row] + logf(sum);
     for (long i = 0; i < dim; i++)
-      call->out[index * dim + i] = sum > 0 ? states.out[row][i] / sum : 0;
+      call->out[index * dim + i] = sum == 0 ? 0 : states.out[row][i] / sum;
+  }
+}
+
+/* States of the same rows over parts of their keys, out [splits, rows, dim] and lse [splits, rows],
+   merged into the first. */
+void merge_splits(float *out, const float *lse, long num_splits, long rows, long dim) {
+  for (long row = 0; num_splits > 1 && row < rows; row++) {
+    float max = -INFINITY, sum = 0;
+    for (long s = 0; s < num_splits; s++)
+      if (lse[s * rows + row] > max) max = lse[s * rows + row];
+    if (max == -INFINITY) continue; /* no keys: all parts are 0 */
+    for (long s = 0; s < num_splits; s++) sum += expf(lse[s * rows + row] - max);
+    for (long s = 0; s < num_splits; s++) {
+      float weight = expf(lse[s * rows + row] - max) / sum, *first = out + row * dim;
+      const float *part = out + (s * rows + row) * dim;
+      for (long i = 0; i < dim; i++) first[i] = part[i] * weight + (s ? first[i] : 0);
+    }
   }
 }
 

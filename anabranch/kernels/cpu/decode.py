@@ -81,8 +81,7 @@ def attend_pages(
     out = q.new_zeros(num_splits, num_tokens, num_heads, keys.v.shape[-1])
     lse = q.new_full((num_splits, num_tokens, num_heads), -torch.inf)
     limit = NO_WINDOW if window is None else window
-    sizes = _sizes(q, keys, new, num_splits, limit, causal)
-    sizes += tuple(size for store in stores for size in _format_sizes(store))
+    sizes = attention_sizes(q, keys, new, num_splits, limit, causal=causal)
     status = native().attend_pages(
         *(each.data_ptr() for each in (q, keys.k, keys.v)),
         *(None if each.scales is None else each.scales.ptr.data_ptr() for each in stores),
@@ -95,13 +94,19 @@ def attend_pages(
         scale,
         torch.get_num_threads(),
     )
-    _check_status(status, keys)
+    check_status(status, keys)
     states = AttentionState(out, lse)
     return AttentionState(out[0], lse[0]) if num_splits == 1 else merge_stacked(states)
 
 
-def _sizes(
-    q: torch.Tensor, keys: PagedKV, new: NewKeys | None, num_splits: int, window: int, causal: bool
+def attention_sizes(
+    q: torch.Tensor,
+    keys: PagedKV,
+    new: NewKeys | None,
+    num_splits: int,
+    window: int,
+    *,
+    causal: bool,
 ) -> tuple[int, ...]:
     """Strides and sizes in the order in which the kernel reads them."""
     num_tokens, num_heads, dim_k = q.shape
@@ -112,6 +117,7 @@ def _sizes(
         *(len(keys.k), keys.page_table.shape[1], keys.page_table.stride(0), keys.page_size),
         *(num_splits, window, causal),
         *((0, 0, 0, 0) if new is None else (*new.k.stride()[:2], *new.v.stride()[:2])),
+        *(size for store in keys.stores() for size in _format_sizes(store)),
     )
 
 
@@ -131,7 +137,8 @@ def _levels() -> torch.Tensor:
     return torch.arange(256, dtype=torch.uint8).view(E4M3).float()
 
 
-def _check_status(status: int, keys: PagedKV) -> None:
+def check_status(status: int, keys: PagedKV) -> None:
+    """Raise an IndexError for what the kernel refused."""
     if status > 0:
         seq = status - 1
         raise IndexError(

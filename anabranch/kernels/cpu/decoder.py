@@ -14,7 +14,7 @@ class AttentionWeights(NamedTuple):
 
     norm: torch.Tensor  # [hidden]
     epsilon: float
-    qkv: torch.Tensor  # packed
+    qkv: torch.Tensor  # the table of a packed weight, like o, gate_up and down
     bias: torch.Tensor | None
     num_outputs: int  # of q, k and v
     num_rotated: int  # heads of q and k
@@ -24,7 +24,7 @@ class AttentionWeights(NamedTuple):
 class OutputWeights(NamedTuple):
     """What comes after attention: the output projection and the feed-forward block."""
 
-    o: torch.Tensor  # packed, like gate_up and down
+    o: torch.Tensor
     bias: torch.Tensor | None
     norm: torch.Tensor  # [hidden]
     epsilon: float
@@ -40,7 +40,7 @@ def layer_inputs(
     weights: AttentionWeights,
 ) -> torch.Tensor:
     """q, k and v of every row, q and k rotated, [rows, heads, head_dim]."""
-    rows, hidden = x.shape
+    rows = len(x)
     normed, joined = torch.empty_like(x), x.new_empty(rows, weights.num_outputs)
     native().layer_inputs(
         x.data_ptr(),
@@ -52,8 +52,6 @@ def layer_inputs(
         normed.data_ptr(),
         joined.data_ptr(),
         rows,
-        hidden,
-        weights.num_outputs,
         weights.num_rotated,
         weights.head_dim,
         weights.epsilon,
@@ -82,9 +80,6 @@ def layer_outputs(
         room.data_ptr(),
         y.data_ptr(),
         rows,
-        hidden,
-        attended.shape[1],
-        weights.inner,
         weights.epsilon,
         torch.get_num_threads(),
     )

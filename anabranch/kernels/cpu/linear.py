@@ -1,52 +1,80 @@
-"""Products over packed weights on the CPU, and what happens to rows between them, in float32."""
+"""Products over packed weights on the CPU, and what happens to rows between them, in float32.
+
+A packed weight is described by a table of int64: n, k, whether inputs stay floats, the number of
+parts, and for every part its format, its outputs and the address of its bytes (`matrix.h`).
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional
 
 from anabranch.kernels.cpu.native import native
+from anabranch.kernels.cpu.tiles import TILES, num_bytes
 
-PANEL = 32  # outputs that lie side by side in packed weights
+FLOAT_PANEL = 32  # outputs that lie side by side in packed floats
+F32 = "F32"
+FLOAT_INPUTS = 2  # where a table says whether inputs stay floats
+
+
+class WeightPart(NamedTuple):
+    """Some outputs of a packed weight, which have one format."""
+
+    format: str  # F32, or one of TILES
+    n: int
+    data: torch.Tensor  # float32 [panels, k, 32], or uint8, as `pack_tiles` gives them
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """[n, k] as [panels, k, 32], the last panel filled up with zeros."""
     n, k = weight.shape
-    if n % PANEL:
-        weight = functional.pad(weight, (0, 0, 0, -n % PANEL))
-    return weight.view(-1, PANEL, k).transpose(1, 2).contiguous()
+    if n % FLOAT_PANEL:
+        weight = functional.pad(weight, (0, 0, 0, -n % FLOAT_PANEL))
+    return weight.view(-1, FLOAT_PANEL, k).transpose(1, 2).contiguous()
 
 
-def unpack(packed: torch.Tensor, n: int) -> torch.Tensor:
-    """[panels, k, 32] as [n, k]."""
-    return packed.transpose(1, 2).flatten(0, 1)[:n].contiguous()
+def describe(parts: Sequence[WeightPart], k: int, *, float_inputs: bool) -> torch.Tensor:
+    """The table of a weight; the parts have to outlive it."""
+    table = [sum(part.n for part in parts), k, int(float_inputs), len(parts)]
+    for kind, n, data in parts:
+        wanted = -(-n // FLOAT_PANEL) * FLOAT_PANEL * k * 4
+        if kind != F32:
+            wanted = num_bytes(TILES[kind], n, k) if k % TILES[kind].span == 0 else -1
+        if data.nbytes != wanted or not data.is_contiguous():
+            raise ValueError(f"a {kind} weight [{n}, {k}] cannot have {data.nbytes} bytes")
+        table += [0 if kind == F32 else TILES[kind].code, n, data.data_ptr()]
+    return torch.tensor(table, dtype=torch.int64)
 
 
-def packed_rows(packed: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of the weight [n, k] that was packed: [*rows.shape, k]."""
-    return packed[rows // PANEL, :, rows % PANEL]
+def packed_rows(table: torch.Tensor, k: int, rows: torch.Tensor) -> torch.Tensor:
+    """Rows of the weight [n, k], which must be there: float32 [*rows.shape, k]."""
+    ids = rows.to(torch.int64).contiguous()
+    out = torch.empty(*rows.shape, k)
+    native().packed_rows(
+        table.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel(), torch.get_num_threads()
+    )
+    return out
 
 
 def packed_linear(
     x: torch.Tensor,  # [..., k]
-    packed: torch.Tensor,  # [panels, k, 32]
+    table: torch.Tensor,
     n: int,
     bias: torch.Tensor | None,  # [n]
 ) -> torch.Tensor:
     """x @ weight.T + bias, [..., n]; a row has the same bits whatever other rows there are."""
     x = x if x.is_contiguous() else x.contiguous()
-    k = packed.shape[1]
     y = x.new_empty(*x.shape[:-1], n)
     native().packed_linear(
+        table.data_ptr(),
         x.data_ptr(),
-        packed.data_ptr(),
         None if bias is None else bias.data_ptr(),
         None,
         y.data_ptr(),
-        x.numel() // k,
-        n,
-        k,
+        x.numel() // x.shape[-1],
         torch.get_num_threads(),
     )
     return y

@@ -17,19 +17,21 @@ import torch
 from anabranch.launches.build_cache import build_once
 
 FOLDER = Path(__file__).parent
-OPTIONS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC")
+OPTIONS = ("-O3", "-fopenmp", "-fno-math-errno", "-fPIC")
 POINTER, LONG, INT, FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 SIGNATURES = {
-    "packed_linear": (*[POINTER] * 5, *[LONG] * 3, INT),
+    "packed_linear": (*[POINTER] * 5, LONG, INT),
+    "packed_rows": (*[POINTER] * 3, LONG, INT),
     "rms_norm": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
     "silu_gate": (POINTER, POINTER, LONG, LONG, INT),
     "hold_team": (INT,),
-    "layer_inputs": (*[POINTER] * 8, *[LONG] * 5, FLOAT, INT),
-    "layer_outputs": (*[POINTER] * 9, *[LONG] * 4, FLOAT, INT),
+    "layer_inputs": (*[POINTER] * 8, *[LONG] * 3, FLOAT, INT),
+    "layer_outputs": (*[POINTER] * 9, LONG, FLOAT, INT),
+    "run_layers": (*[POINTER] * 5, *[LONG] * 4, INT),
     "attend_pages": (*[POINTER] * 15, FLOAT, INT),
     "encode_rows": (*[POINTER] * 5, INT),
 }
-NUMBERED = {"attend_pages", "encode_rows"}  # that return a number
+NUMBERED = {"run_layers", "attend_pages", "encode_rows"}  # that return a number
 _log = logging.getLogger(__name__)
 
 
@@ -41,11 +43,16 @@ def native() -> ctypes.CDLL | None:
         _log.warning("no C compiler (cc, or $CC): CPU kernels are torch's, which are slower")
         return None
     try:
-        library = ctypes.CDLL(str(_build(compiler)))
+        return load_kernels(compiler)
     except (OSError, subprocess.CalledProcessError) as error:
         detail = getattr(error, "stderr", "") or error
         _log.warning("CPU kernels are torch's, since ours cannot be compiled: %s", detail)
         return None
+
+
+def load_kernels(compiler: str, target: str = "native") -> ctypes.CDLL:
+    """The kernels compiled for a target of the compiler's -march, which this machine can run."""
+    library = ctypes.CDLL(str(_build(compiler, (*OPTIONS, f"-march={target}"))))
     for name, arguments in SIGNATURES.items():
         function = getattr(library, name)
         function.argtypes = arguments
@@ -53,20 +60,20 @@ def native() -> ctypes.CDLL | None:
     return library
 
 
-def _build(compiler: str) -> Path:
+def _build(compiler: str, options: tuple[str, ...]) -> Path:
     sources = sorted(FOLDER.glob("*.c"))
     texts = [path.read_text() for path in (*sources, *sorted(FOLDER.glob("*.h")))]
     version = _run([compiler, "--version"])
-    identity = (*texts, *OPTIONS, version, _processor(), torch.__version__)
-    return build_once("cpu.so", identity, lambda: _compile(compiler, sources))
+    identity = (*texts, *options, version, _processor(), torch.__version__)
+    return build_once("cpu.so", identity, lambda: _compile(compiler, options, sources))
 
 
-def _compile(compiler: str, sources: list[Path]) -> bytes:
+def _compile(compiler: str, options: tuple[str, ...], sources: list[Path]) -> bytes:
     """Compiled with OpenMP but linked without: the runtime that torch has loaded is used."""
     with tempfile.TemporaryDirectory() as folder:
         objects = [str(Path(folder, f"{source.stem}.o")) for source in sources]
         for source, target in zip(sources, objects, strict=True):
-            _run([compiler, *OPTIONS, "-c", str(source), "-o", target])
+            _run([compiler, *options, "-c", str(source), "-o", target])
         library = Path(folder, "cpu.so")
         _run([compiler, "-shared", *objects, "-o", str(library), "-lm"])
         return library.read_bytes()

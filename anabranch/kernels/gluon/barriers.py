@@ -1,20 +1,34 @@
 """Named barriers, and what keeps LLVM and ptxas from moving instructions of the hot loop.
 
-Everything here leans on Triton 3.6; `tests/test_cross_compile.py` looks at the result.
+Everything here leans on Triton 3.6; `tests/kernels/test_cross_compile.py` looks at the result.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-# Triton takes the barriers 0 (default partition), 1 (start and end) and 2 + i (worker i, padding
-# included), here up to 5.
-CONSUMERS = gl.constexpr(6)  # both consumers meet
-FIRST_KEYS = gl.constexpr(7)  # the first queries and keys of a program are under way
-K_FREE = gl.constexpr(8)  # to 11: slots of K
-V_FREE = gl.constexpr(12)  # to 15: slots of V
-PAIR = gl.constexpr(256)  # threads of both consumers
-PAIR_AND_PRODUCER = gl.constexpr(288)
+# Named barriers of a program. Triton takes 0 (default partition), 1 (start and end) and 2 + i
+# (worker i, padding included), here up to 5.
+#
+#     id          attend_kernel                        attend_latent_kernel
+#     6           both consumers meet                  weights of even halves are left
+#     7           first queries and keys on their way  weights of odd halves are left
+#     8 to 11     slots of K are free                  8, 9 left columns, 10, 11 right columns free
+#     12 to 15    slots of V are free                  12 sums are left, 13 queries are read
+CONSUMERS_MEET = gl.constexpr(6)
+FIRST_KEYS = gl.constexpr(7)
+K_FREE = gl.constexpr(8)
+V_FREE = gl.constexpr(12)
+EVEN_DONE = gl.constexpr(6)
+ODD_DONE = gl.constexpr(7)
+LEFT_FREE = gl.constexpr(8)
+RIGHT_FREE = gl.constexpr(10)
+SUMS_DONE = gl.constexpr(12)
+Q_FREE = gl.constexpr(13)
+# Threads that meet there
+BOTH_CONSUMERS = gl.constexpr(256)
+BOTH_AND_PRODUCER = gl.constexpr(288)
+CONSUMER_AND_PRODUCER = gl.constexpr(160)
 BOTH_PRODUCERS = gl.constexpr(64)
 
 
@@ -22,9 +36,13 @@ BOTH_PRODUCERS = gl.constexpr(64)
 def bar_sync(barrier, THREADS: gl.constexpr):
     """Arrive and wait for the others."""
     gl.inline_asm_elementwise(
-        "bar.sync $1, $2; // $0", "=r,r,n", [barrier, THREADS], dtype=gl.int32, is_pure=False,
+        "bar.sync $1, $2; // $0",
+        "=r,r,n",
+        [barrier, THREADS],
+        dtype=gl.int32,
+        is_pure=False,
         pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit
@@ -34,9 +52,13 @@ def bar_arrive(barrier, THREADS: gl.constexpr):
     In a first version of the loop: 864 us against 884 for 1 x 8192, 32/8 heads of 128, H200.
     """
     gl.inline_asm_elementwise(
-        "bar.arrive $1, $2; // $0", "=r,r,n", [barrier, THREADS], dtype=gl.int32, is_pure=False,
+        "bar.arrive $1, $2; // $0",
+        "=r,r,n",
+        [barrier, THREADS],
+        dtype=gl.int32,
+        is_pure=False,
         pack=1,
-    )  # fmt: skip
+    )
 
 
 @gluon.jit

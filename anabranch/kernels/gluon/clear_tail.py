@@ -4,7 +4,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from anabranch.kernels.gluon.barriers import CONSUMERS, PAIR, bar_sync
+from anabranch.kernels.gluon.barriers import BOTH_CONSUMERS, CONSUMERS_MEET, bar_sync
 
 
 @gluon.jit
@@ -20,13 +20,13 @@ def clear_rows(values, valid, C: gl.constexpr, WG: gl.constexpr):
 
 
 @gluon.jit
-def clear_tail(v, v_full, done, valid, C: gl.constexpr, WG: gl.constexpr):
+def clear_tail(v, done, valid, C: gl.constexpr, WG: gl.constexpr):
     """Clear values past the end of the sequence: a weight of 0 times NaN would be NaN."""
     if valid < C.block_n:
         slot = done % C.stages
-        mbarrier.wait(v_full.index(slot), (done // C.stages) & 1)
-        clear_rows(v[0].index(slot), valid, C, WG)
+        mbarrier.wait(v.full.index(slot), (done // C.stages) & 1)
+        clear_rows(v.main.index(slot), valid, C, WG)
         if C.dv_rest:
-            clear_rows(v[1].index(slot), valid, C, WG)
+            clear_rows(v.rest.index(slot), valid, C, WG)
         fence_async_shared()
-        bar_sync(CONSUMERS, PAIR)
+        bar_sync(CONSUMERS_MEET, BOTH_CONSUMERS)

@@ -10,15 +10,16 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma_wait
 
 from anabranch.kernels.gluon.barriers import (
-    PAIR_AND_PRODUCER,
+    BOTH_AND_PRODUCER,
     V_FREE,
     bar_arrive,
     carry_weights,
 )
 from anabranch.kernels.gluon.clear_tail import clear_tail
 from anabranch.kernels.gluon.finish import finish_item
+from anabranch.kernels.gluon.operands import FullTiles, Running, Sight
 from anabranch.kernels.gluon.queue import first_ticket, next_ticket
-from anabranch.kernels.gluon.skip_items import pass_items
+from anabranch.kernels.gluon.skip_items import skip_items
 from anabranch.kernels.gluon.tile import (
     attend_tile,
     base2_scale,
@@ -31,12 +32,8 @@ from anabranch.kernels.softmax.masks import seen_by_all
 
 
 @gluon.jit
-def consume(
-    q, k, v, staging, bars, queue, out_desc, order_ptr, rules, tree_ptr, tree_width, sinks_ptr,
-    out_rows, lse_rows, parts, C: gl.constexpr, WG: gl.constexpr,
-):  # fmt: skip
+def consume(q, k, v, staging, queue, given, C: gl.constexpr, WG: gl.constexpr):
     """Attend to one item after another, until the queue is empty."""
-    q_full, q_empty, k_full, v_full = bars
     BLOCK_N: gl.constexpr = C.block_n
     MAIN: gl.constexpr = C.dv_main
     REST: gl.constexpr = C.dv_rest or 16
@@ -44,64 +41,62 @@ def consume(
     main_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     rest_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, REST, 16])
     row_layout: gl.constexpr = gl.SliceLayout(1, score_layout)
+    rules = given.rules
     done = 0  # tiles of V finished
     taken = 0  # items begun
-    ticket = first_ticket(order_ptr, C)
+    ticket = first_ticket(given.order, C)
     if WG == 1 and C.splits:
-        ticket, taken, done = pass_items(v, bars, queue, order_ptr, ticket, taken, done, C, WG)
+        ticket, taken, done = skip_items(q, k, v, queue, given.order, ticket, taken, done, C, WG)
     while ticket >= 0:
-        item = ticket // C.num_packs
-        _, first_row, q_start, q_len, seq_len, first_tile, num_tiles = read_item(order_ptr, item)
-        span = (q_len, seq_len)
-        rows = first_row + WG * 64 + gl.arange(0, 64, row_layout)
+        block = read_item(given.order, ticket // C.num_packs)
+        num_tiles = block.num_tiles
+        rows = block.first_row + WG * 64 + gl.arange(0, 64, row_layout)
         tokens = rows // C.pack
         tree_rows = None
-        if tree_ptr is not None:
-            last_token = gl.minimum(tokens, q_len - 1)
-            tree_rows = tree_ptr + (q_start + last_token).to(gl.int64) * tree_width
-        last_tile = first_tile + num_tiles - 1
-        last_row = gl.minimum(first_row + 128, q_len * C.pack) - 1
-        full_start, full_stop = seen_by_all(
-            first_row // C.pack, last_row // C.pack, q_len, seq_len, rules.window, tree_ptr,
-            C.causal,
-        )  # fmt: skip
-        full = ((full_start + C.block_n - 1) // C.block_n, full_stop // C.block_n)
+        if rules.tree_mask is not None:
+            last_token = gl.minimum(tokens, block.q_len - 1)
+            tree_rows = (
+                rules.tree_mask + (block.q_start + last_token).to(gl.int64) * given.tree_width
+            )
+        last_tile = block.first_tile + num_tiles - 1
+        last_row = gl.minimum(block.first_row + 128, block.q_len * C.pack) - 1
+        start, stop = seen_by_all(
+            block.first_row // C.pack, last_row // C.pack, block, rules, C.causal
+        )
+        full = FullTiles((start + C.block_n - 1) // C.block_n, stop // C.block_n)
+        sight = Sight(tokens, tree_rows, given.tree_width, block)
 
-        mbarrier.wait(q_full.index(WG), taken & 1)
+        mbarrier.wait(q.full.index(WG), taken & 1)
         if C.q_in_registers:
-            q_main = q[0].index(WG).load(gl.DotOperandLayout(0, score_layout, 2))
+            q_main = q.main.index(WG).load(gl.DotOperandLayout(0, score_layout, 2))
         else:
             q_main = 0
-        weights, peak = first_weights(
-            q, q_main, k, bars, done, last_tile, tokens, span, rules, tree_rows, tree_width, C, WG
-        )
+        weights, peak = first_weights(q, q_main, k, done, last_tile, sight, rules, C, WG)
         # Not before the scores: loads from shared memory that a barrier follows may still be on
         # their way, and the next copy would overtake them.
         if C.frees_queries_early:
-            mbarrier.arrive(q_empty.index(WG))
+            mbarrier.arrive(q.empty.index(WG))
         total = thread_sums(weights, C)
         acc_main = gl.zeros([64, MAIN], gl.float32, main_layout)
-        carried = carry_weights(weights, acc_main, v[0].dtype, C)
+        carried = carry_weights(weights, acc_main, v.main.dtype, C)
         acc_rest = gl.zeros([64, REST], gl.float32, rest_layout) if C.dv_rest else 0
-        acc = (acc_main, acc_rest)
-        clear_tail(v, v_full, done, seq_len - last_tile * C.block_n, C, WG)
+        clear_tail(v, done, block.seq_len - last_tile * C.block_n, C, WG)
         mbarrier.wait(
-            k_full.index((done + 1) % C.stages), ((done + 1) // C.stages) & 1, pred=num_tiles > 1
+            k.full.index((done + 1) % C.stages), ((done + 1) // C.stages) & 1, pred=num_tiles > 1
         )
-        state = (acc, carried, total, peak)
+        state = Running((acc_main, acc_rest), carried, total, peak)
         for count in range(1, num_tiles):
+            tile = last_tile - count
             state = attend_tile(
-                q, q_main, k, v, bars, state, done, count, num_tiles, last_tile - count, tokens,
-                span, full, rules, tree_rows, tree_width, C, WG,
-            )  # fmt: skip
+                q, q_main, k, v, state, done, count, tile, full, sight, rules, C, WG
+            )
             done += 1
-        acc, carried, total, peak = state
         if not C.frees_queries_early:
-            mbarrier.arrive(q_empty.index(WG))
+            mbarrier.arrive(q.empty.index(WG))
 
         value_slot = done % C.stages
-        mbarrier.wait(v_full.index(value_slot), (done // C.stages) & 1)
-        acc, p = issue_values(carried, v, value_slot, acc, C)
+        mbarrier.wait(v.full.index(value_slot), (done // C.stages) & 1)
+        acc, p = issue_values(state.carried, v, value_slot, state.acc, C)
         this = ticket
         ticket = next_ticket(queue, taken, 4)
         if C.dv_rest:
@@ -110,13 +105,13 @@ def consume(
         else:
             main, p = warpgroup_mma_wait(0, [acc[0], p])
             acc = (main, acc[1])
-        bar_arrive(V_FREE + value_slot, PAIR_AND_PRODUCER)
+        bar_arrive(V_FREE + value_slot, BOTH_AND_PRODUCER)
         done += 1
         taken += 1
-        finish_item(
-            acc, gl.convert_layout(gl.sum(total, 1), row_layout), peak * base2_scale(rules), this,
-            staging, out_desc, order_ptr, sinks_ptr, out_rows, lse_rows, parts, C, WG,
-        )  # fmt: skip
+        total = gl.convert_layout(gl.sum(state.total, 1), row_layout)
+        finish_item(acc, total, state.peak * base2_scale(rules), this, staging, given, C, WG)
         if WG == 1 and C.splits:
-            ticket, taken, done = pass_items(v, bars, queue, order_ptr, ticket, taken, done, C, WG)
+            ticket, taken, done = skip_items(
+                q, k, v, queue, given.order, ticket, taken, done, C, WG
+            )
     tma.store_wait(0)

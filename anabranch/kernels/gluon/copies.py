@@ -8,10 +8,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from anabranch.kernels.gluon.barriers import (
+    BOTH_AND_PRODUCER,
     BOTH_PRODUCERS,
     FIRST_KEYS,
     K_FREE,
-    PAIR_AND_PRODUCER,
     V_FREE,
     bar_arrive,
     bar_sync,
@@ -28,19 +28,19 @@ from anabranch.kernels.schedule.items import read_item
 
 
 @gluon.jit
-def tile_pages(tile, origin, seq_len, table_ptr, table_stride, C: gl.constexpr):
+def tile_pages(tile, block, given, C: gl.constexpr):
     """The pages of a tile, as a tuple of scalars; those past the sequence repeat its last."""
     pages = ()
     if C.page_size:
         first = tile * C.block_n // C.page_size
-        last = gl.maximum(seq_len - 1, 0) // C.page_size
-        table = table_ptr + origin.to(gl.int64) * table_stride
+        last = gl.maximum(block.seq_len - 1, 0) // C.page_size
+        table = given.table + block.origin.to(gl.int64) * given.table_stride
         BOXES: gl.constexpr = C.boxes_a_tile
         for i in gl.static_range(BOXES):
-            page = gl.load(table + gl.minimum(first + i, last), mask=seq_len > 0, other=0)
+            page = gl.load(table + gl.minimum(first + i, last), mask=block.seq_len > 0, other=0)
             pages = pages + (page,)  # noqa: RUF005 (the kernel language has no unpacking)
     else:
-        pages = (origin,)
+        pages = (block.origin,)
     return pages
 
 
@@ -61,104 +61,91 @@ def copy_tile(desc, buffer, full, tile, pages, page_rows, column, C: gl.constexp
 
 
 @gluon.jit
-def copy_columns(descs, buffers, full, slot, tile, pages, rows, head, head_stride, C: gl.constexpr,
-                 MAIN: gl.constexpr, REST: gl.constexpr):  # fmt: skip
-    """Both column ranges of a tile, announced to the barrier `full`."""
+def copy_columns(
+    ring, boxes, slot, tile, pages, head, C: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr
+):
+    """Both column ranges of a tile, announced to the barrier of its slot."""
+    full = ring.full.index(slot)
     mbarrier.expect(full, C.block_n * (MAIN + REST) * 2)
-    column = head * head_stride
-    copy_tile(descs[0], buffers[0].index(slot), full, tile, pages, rows, column, C)
+    column, rows = head * boxes.head_stride, boxes.page_rows
+    copy_tile(boxes.main, ring.main.index(slot), full, tile, pages, rows, column, C)
     if REST:
-        copy_tile(descs[1], buffers[1].index(slot), full, tile, pages, rows, column + MAIN, C)
+        copy_tile(boxes.rest, ring.rest.index(slot), full, tile, pages, rows, column + MAIN, C)
 
 
 @gluon.jit
-def copy_queries(descs, q, q_full, q_empty, taken, token, head, C: gl.constexpr):
+def copy_queries(q, descs, taken, token, head, C: gl.constexpr):
     """The 64 rows of each consumer: tokens times the heads of a pack, in one box."""
     PACK: gl.constexpr = C.pack
     TOKENS: gl.constexpr = 64 // C.pack
     MAIN: gl.constexpr = C.dk_main
     REST: gl.constexpr = C.dk_rest
     for wg in gl.static_range(2):
-        full = q_full.index(wg)
-        mbarrier.wait(q_empty.index(wg), (taken & 1) ^ 1)
+        full = q.full.index(wg)
+        mbarrier.wait(q.empty.index(wg), (taken & 1) ^ 1)
         mbarrier.expect(full, 64 * (MAIN + REST) * 2)
-        main = q[0].index(wg).reshape((TOKENS, PACK, MAIN))
+        main = q.main.index(wg).reshape((TOKENS, PACK, MAIN))
         load_box(descs[0], [token + wg * TOKENS, head, 0], full, main)
         if REST:
-            rest = q[1].index(wg).reshape((TOKENS, PACK, REST))
+            rest = q.rest.index(wg).reshape((TOKENS, PACK, REST))
             load_box(descs[1], [token + wg * TOKENS, head, MAIN], full, rest)
 
 
 @gluon.jit
-def produce_queries_keys(
-    q, k, bars, queue, q_descs, k_descs, k_place, table_ptr, table_stride, counter_ptr, order_ptr,
-    C: gl.constexpr,
-):  # fmt: skip
+def produce_queries_keys(q, k, q_descs, boxes, queue, counter_ptr, given, C: gl.constexpr):
     """Copy the queries of each item once, then its keys from the last tile to the first."""
-    q_full, q_empty, k_full = bars[0], bars[1], bars[2]
-    page_rows, head_stride = k_place
     done = 0
     taken = 0
     turn = gl.program_id(0)
-    ticket = first_ticket(order_ptr, C)
+    ticket = first_ticket(given.order, C)
     while ticket >= 0:
         item, pack = ticket // C.num_packs, ticket % C.num_packs
-        origin, first_row, q_start, _, seq_len, first_tile, num_tiles = read_item(order_ptr, item)
+        block = read_item(given.order, item)
         kv_head = pack // C.packs_per_kv
-        token = q_start + first_row // C.pack
+        token = block.q_start + block.first_row // C.pack
         turn = take_turn(counter_ptr)
         if C.frees_queries_early:
-            copy_queries(q_descs, q, q_full, q_empty, taken, token, pack * C.pack, C)
-        for count in range(0, num_tiles):
-            tile = first_tile + num_tiles - 1 - count
-            pages = tile_pages(tile, origin, seq_len, table_ptr, table_stride, C)
+            copy_queries(q, q_descs, taken, token, pack * C.pack, C)
+        for count in range(0, block.num_tiles):
+            tile = block.first_tile + block.num_tiles - 1 - count
+            pages = tile_pages(tile, block, given, C)
             slot = done % C.stages
             if done >= C.stages:
-                bar_sync(K_FREE + slot, PAIR_AND_PRODUCER)
-            copy_columns(
-                k_descs, k, k_full.index(slot), slot, tile, pages, page_rows, kv_head,
-                head_stride, C, C.dk_main, C.dk_rest,
-            )  # fmt: skip
+                bar_sync(K_FREE + slot, BOTH_AND_PRODUCER)
+            copy_columns(k, boxes, slot, tile, pages, kv_head, C, C.dk_main, C.dk_rest)
             done += 1
             if count == 0:  # the first copies are under way: time to look for the next item
                 if not C.frees_queries_early:
-                    copy_queries(q_descs, q, q_full, q_empty, taken, token, pack * C.pack, C)
+                    copy_queries(q, q_descs, taken, token, pack * C.pack, C)
                 if taken == 0:
                     bar_arrive(FIRST_KEYS, BOTH_PRODUCERS)
-                ticket = publish_ticket(queue, order_ptr, turn, taken, C)
+                ticket = publish_ticket(queue, given.order, turn, taken, C)
         taken += 1
-    reset_counter(order_ptr, counter_ptr, turn, C)
+    reset_counter(given.order, counter_ptr, turn, C)
 
 
 @gluon.jit
-def produce_values(
-    v, bars, queue, v_descs, v_place, table_ptr, table_stride, order_ptr, C: gl.constexpr
-):
+def produce_values(v, boxes, queue, given, C: gl.constexpr):
     """Copy the values of each item, from the last tile to the first.
 
     The very first come after queries and keys, which are needed before them.
     """
-    v_full = bars[3]
-    page_rows, head_stride = v_place
     done = 0
     taken = 0
-    ticket = first_ticket(order_ptr, C)
+    ticket = first_ticket(given.order, C)
     if ticket >= 0:
         bar_sync(FIRST_KEYS, BOTH_PRODUCERS)
     while ticket >= 0:
         item, pack = ticket // C.num_packs, ticket % C.num_packs
-        origin, _, _, _, seq_len, first_tile, num_tiles = read_item(order_ptr, item)
+        block = read_item(given.order, item)
         kv_head = pack // C.packs_per_kv
-        for count in range(0, num_tiles):
-            tile = first_tile + num_tiles - 1 - count
-            pages = tile_pages(tile, origin, seq_len, table_ptr, table_stride, C)
+        for count in range(0, block.num_tiles):
+            tile = block.first_tile + block.num_tiles - 1 - count
+            pages = tile_pages(tile, block, given, C)
             slot = done % C.stages
             if done >= C.stages:
-                bar_sync(V_FREE + slot, PAIR_AND_PRODUCER)
-            copy_columns(
-                v_descs, v, v_full.index(slot), slot, tile, pages, page_rows, kv_head,
-                head_stride, C, C.dv_main, C.dv_rest,
-            )  # fmt: skip
+                bar_sync(V_FREE + slot, BOTH_AND_PRODUCER)
+            copy_columns(v, boxes, slot, tile, pages, kv_head, C, C.dv_main, C.dv_rest)
             done += 1
         ticket = next_ticket(queue, taken, 1)
         taken += 1

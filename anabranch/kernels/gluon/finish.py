@@ -5,41 +5,36 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
 from anabranch.kernels.gluon.barriers import uniform
+from anabranch.kernels.gluon.operands import EndedRows
 from anabranch.kernels.gluon.versions import store_box, thread_barrier
+from anabranch.kernels.parts.join import merge_slots
 from anabranch.kernels.schedule.items import read_item, read_part
-from anabranch.kernels.softmax.online_softmax import (
-    LN_2,
-    LOG2_E,
-    finish_merge,
-    merge_part,
-    pivot_of,
-)
+from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, pivot_of
 
 MERGE_ROWS = gl.constexpr(16)  # rows merged at a time,
 MERGE_BATCH = gl.constexpr(4)  # parts loaded at a time: all are under way before one is used
 
 
 @gluon.jit
-def finish_item(
-    acc, total, peak, ticket, staging, out_desc, order_ptr, sinks_ptr, out_rows, lse_rows,
-    parts, C: gl.constexpr, WG: gl.constexpr,
-):  # fmt: skip
+def finish_item(acc, total, peak, ticket, staging, given, C: gl.constexpr, WG: gl.constexpr):
     """Write the rows of an item that has ended: accumulators, sums, and peaks in base 2.
 
     The item is read again, so that the loop over tiles needs no registers for it.
     """
     item, pack = ticket // C.num_packs, ticket % C.num_packs
-    _, first_row, q_start, q_len, _, _, _ = read_item(order_ptr, item)
+    block = read_item(given.order, item)
     part, num_parts, first_slot = 0, 1, 0
     if C.splits:
-        part, num_parts, first_slot = read_part(order_ptr, item)
-    rows = first_row + WG * 64 + gl.arange(0, 64, total.type.layout)
-    num_rows = q_len * C.pack
+        part, num_parts, first_slot = read_part(given.order, item)
+    ended = EndedRows(block, pack, part, num_parts, first_slot, 0)
+    rows = block.first_row + WG * 64 + gl.arange(0, 64, total.type.layout)
+    num_rows = block.q_len * C.pack
+    sinks_ptr = given.rules.sinks
     pivot = pivot_of(peak)
     factor = gl.exp2(peak - pivot)  # 1, or 0 where nothing was seen
     if sinks_ptr is not None:
         # Orphan tokens belong to no sequence and have no sink.
-        owned = (rows < num_rows) & (part == 0) & (q_start < gl.load(order_ptr + 2))
+        owned = (rows < num_rows) & (part == 0) & (block.q_start < gl.load(given.order + 2))
         sinks = gl.load(sinks_ptr + pack * C.pack + rows % C.pack, owned, other=-float("inf"))
         sinks = sinks.to(gl.float32) * LOG2_E
         pivot = pivot_of(gl.maximum(peak, sinks))
@@ -48,18 +43,16 @@ def finish_item(
     lse = (pivot + gl.log2(total)) * LN_2
     out = scaled_rows(acc, factor / gl.where(total == 0.0, 1.0, total), C)
     if (not C.splits) or num_parts == 1:
-        write_out(out, lse, rows, first_row, num_rows, q_start, pack, staging, out_desc, out_rows,
-                  lse_rows, C, WG)  # fmt: skip
-    elif first_row + WG * 64 < num_rows:
-        leave_part(out, lse, rows, first_row, num_rows, part + first_slot, pack, parts, C)
-        if is_last(parts, first_slot, num_parts, pack, C, WG):
-            left = gl.minimum(num_rows - first_row, WG * 64 + 64)
+        write_out(out, lse, rows, num_rows, ended, staging, given.results, C, WG)
+    elif block.first_row + WG * 64 < num_rows:
+        parts = given.results.parts
+        leave_part(out, lse, rows, num_rows, ended, parts, C)
+        if is_last(ended, parts, C, WG):
+            left = gl.minimum(num_rows - block.first_row, WG * 64 + 64)
             for row in range(WG * 64, left, MERGE_ROWS):
-                merge_rows(row, left, first_row, first_slot, num_parts, pack, q_start, parts,
-                           out_rows, lse_rows, 0, C, C.dv_main)  # fmt: skip
+                merge_rows(row, left, ended, given.results, 0, C, C.dv_main)
                 if C.dv_rest:
-                    merge_rows(row, left, first_row, first_slot, num_parts, pack, q_start, parts,
-                               out_rows, lse_rows, C.dv_main, C, C.dv_rest)  # fmt: skip
+                    merge_rows(row, left, ended, given.results, C.dv_main, C, C.dv_rest)
 
 
 @gluon.jit
@@ -75,22 +68,22 @@ def scaled_rows(acc, factor, C: gl.constexpr):
 
 
 @gluon.jit
-def slot_rows(rows, slot, pack, C: gl.constexpr):
-    """Where rows of a block wait in a slot (int64)."""
-    return (slot.to(gl.int64) * C.num_packs + pack) * 128 + rows
+def rows_of_slot(part, rows, item, C: gl.constexpr):
+    """Where rows of a part wait (int64)."""
+    slot = item.first_slot + part
+    return (slot.to(gl.int64) * C.num_packs + item.kv_head) * 128 + rows
 
 
 @gluon.jit
-def leave_part(out, lse, rows, first_row, num_rows, slot, pack, parts, C: gl.constexpr):
+def leave_part(out, lse, rows, num_rows, ended, parts, C: gl.constexpr):
     """Write those rows of a part that belong to a token into its slot."""
-    outs_ptr, lses_ptr, _ = parts
     WIDTH: gl.constexpr = C.dv_main + C.dv_rest
-    places = slot_rows(rows - first_row, slot, pack, C)
+    places = rows_of_slot(ended.part, rows - ended.block.first_row, ended, C)
     inside = rows < num_rows
-    gl.store(lses_ptr + places, lse, inside)
-    store_columns(out[0], outs_ptr, places * WIDTH, inside)
+    gl.store(parts.lses + places, lse, inside)
+    store_columns(out[0], parts.outs, places * WIDTH, inside)
     if C.dv_rest:
-        store_columns(out[1], outs_ptr, places * WIDTH + C.dv_main, inside)
+        store_columns(out[1], parts.outs, places * WIDTH + C.dv_main, inside)
 
 
 @gluon.jit
@@ -104,28 +97,20 @@ def store_columns(out, ptr, starts, inside):
 
 
 @gluon.jit
-def is_last(parts, first_slot, num_parts, pack, C: gl.constexpr, WG: gl.constexpr):
+def is_last(ended, parts, C: gl.constexpr, WG: gl.constexpr):
     """Whether this warpgroup is the last to leave its rows of a block; it resets the counter."""
-    _, _, counters_ptr = parts
-    counter = counters_ptr + (first_slot * C.num_packs + pack) * 2 + WG
+    counter = parts.counters + (ended.first_slot * C.num_packs + ended.kv_head) * 2 + WG
     thread_barrier()  # every warp's stores come before the release below
     before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    last = uniform(before) == num_parts - 1
+    last = uniform(before) == ended.num_parts - 1
     if last:
         gl.store(counter, 0)
     return last
 
 
 @gluon.jit
-def merge_rows(
-    row, left, first_row, first_slot, num_parts, pack, q_start, parts, out_rows, lse_rows, first,
-    C: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Merge some rows and columns of all parts, in the order of their keys, and write them.
-
-    Loads pass by the L1 cache: other processors wrote the parts.
-    """
-    outs_ptr, lses_ptr, _ = parts
+def merge_rows(row, left, ended, results, first, C: gl.constexpr, COLUMNS: gl.constexpr):
+    """Merge some rows and columns of all parts, in the order of their keys, and write them."""
     WIDTH: gl.constexpr = C.dv_main + C.dv_rest
     LANES: gl.constexpr = min(COLUMNS // 4, 32)
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
@@ -135,58 +120,47 @@ def merge_rows(
     peak = gl.full([MERGE_ROWS], -float("inf"), gl.float32, row_layout)
     total = gl.zeros([MERGE_ROWS], gl.float32, row_layout)
     merged = gl.zeros([MERGE_ROWS, COLUMNS], gl.float32, layout)
-    for part in range(0, num_parts, MERGE_BATCH):
-        outs = ()
-        lses = ()
-        for i in gl.static_range(MERGE_BATCH):
-            present = (rows < left) & (part + i < num_parts)
-            places = slot_rows(rows, first_slot + part + i, pack, C)
-            lse = gl.load(lses_ptr + places, present, other=-float("inf"), cache_modifier=".cg")
-            ptrs = outs_ptr + (places * WIDTH)[:, None] + columns
-            out = gl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
-            outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
-            lses = lses + (lse,)  # noqa: RUF005
-        for i in gl.static_range(MERGE_BATCH):
-            peak, total, merged = merge_part((peak, total, merged), outs[i], lses[i])
-    out, lse = finish_merge((peak, total, merged))
-    inside = rows < left
-    tokens, heads = place_rows(first_row + rows, q_start, pack, C)
-    if first == 0:
-        gl.store(lse_rows.ptr + tokens * lse_rows.token + heads * lse_rows.head, lse, inside)
-    store_columns(
-        out, out_rows.ptr, tokens * out_rows.token + heads * out_rows.head + first, inside
+    state, every = (peak, total, merged), (0, 1, ended.num_parts)
+    out, lse = merge_slots(
+        state, rows, left, columns, every, ended, results.parts, rows_of_slot, WIDTH, MERGE_BATCH, C
     )
+    outs, lses = results.out, results.lse
+    inside = rows < left
+    tokens, heads = place_rows(ended.block.first_row + rows, ended, C)
+    if first == 0:
+        gl.store(lses.ptr + tokens * lses.token + heads * lses.head, lse, inside)
+    store_columns(out, outs.ptr, tokens * outs.token + heads * outs.head + first, inside)
 
 
 @gluon.jit
-def place_rows(rows, q_start, pack, C: gl.constexpr):
+def place_rows(rows, ended, C: gl.constexpr):
     """Token and head of each row (int64)."""
-    tokens = (q_start + rows // C.pack).to(gl.int64)
-    return tokens, (pack * C.pack + rows % C.pack).to(gl.int64)
+    tokens = (ended.block.q_start + rows // C.pack).to(gl.int64)
+    return tokens, (ended.kv_head * C.pack + rows % C.pack).to(gl.int64)
 
 
 @gluon.jit
-def write_out(
-    out, lse, rows, first_row, num_rows, q_start, pack, staging, out_desc, out_rows, lse_rows,
-    C: gl.constexpr, WG: gl.constexpr,
-):  # fmt: skip
+def write_out(out, lse, rows, num_rows, ended, staging, results, C: gl.constexpr, WG: gl.constexpr):
     """Write finished rows: by TMA where all 64 belong to the sequence, else one by one, since a
     box would write into the next sequence."""
+    outs, lses = results.out, results.lse
+    first_row = ended.block.first_row
     inside = rows < num_rows
-    tokens, heads = place_rows(rows, q_start, pack, C)
-    gl.store(lse_rows.ptr + tokens * lse_rows.token + heads * lse_rows.head, lse, inside)
+    tokens, heads = place_rows(rows, ended, C)
+    gl.store(lses.ptr + tokens * lses.token + heads * lses.head, lse, inside)
     if first_row + WG * 64 + 64 <= num_rows:
-        token = q_start + (first_row + WG * 64) // C.pack
-        head = pack * C.pack
-        stage_columns(out[0], staging[0].index(WG), out_desc[0], token, head, 0, C, C.dv_main)
+        token = ended.block.q_start + (first_row + WG * 64) // C.pack
+        head = ended.kv_head * C.pack
+        buffer, desc = staging.main.index(WG), staging.main_desc
+        stage_columns(out[0], buffer, desc, token, head, 0, C, C.dv_main)
         if C.dv_rest:
-            stage_columns(out[1], staging[1].index(WG), out_desc[1], token, head, C.dv_main, C,
-                          C.dv_rest)  # fmt: skip
+            buffer, desc = staging.rest.index(WG), staging.rest_desc
+            stage_columns(out[1], buffer, desc, token, head, C.dv_main, C, C.dv_rest)
     else:
-        starts = tokens * out_rows.token + heads * out_rows.head
-        store_columns(out[0], out_rows.ptr, starts, inside)
+        starts = tokens * outs.token + heads * outs.head
+        store_columns(out[0], outs.ptr, starts, inside)
         if C.dv_rest:
-            store_columns(out[1], out_rows.ptr, starts + C.dv_main, inside)
+            store_columns(out[1], outs.ptr, starts + C.dv_main, inside)
 
 
 @gluon.jit

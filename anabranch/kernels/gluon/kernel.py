@@ -1,5 +1,10 @@
 """The Hopper kernel: shared memory, and one function for each role of its warps."""
 
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
@@ -8,7 +13,31 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from anabranch.kernels.gluon.barriers import make_barriers, prefetch_maps
 from anabranch.kernels.gluon.consumer import consume
 from anabranch.kernels.gluon.copies import produce_queries_keys, produce_values
+from anabranch.kernels.gluon.operands import (
+    BoxedColumns,
+    HopperOperands,
+    QueryRoom,
+    Ring,
+    Staging,
+)
 from anabranch.kernels.gluon.queue import make_queue
+
+
+class BoxPlaces(NamedTuple):
+    """Where pages and heads begin in boxes of keys and values."""
+
+    k_page_rows: int  # rows of a page
+    k_head: int  # columns of a head
+    v_page_rows: int
+    v_head: int
+    table: torch.Tensor | None  # [num_seqs, max_pages]
+
+
+class OrderedWork(NamedTuple):
+    """The order of items, and the counter that hands them out."""
+
+    order: torch.Tensor  # as order.py lays it out
+    counter: torch.Tensor  # 0 between launches
 
 
 @gluon.jit
@@ -26,24 +55,23 @@ def allocate_tiles(desc, STAGES: gl.constexpr, BLOCK_N: gl.constexpr, WIDTH: gl.
 
 @gluon.jit(do_not_specialize=["table_stride", "tree_width"])
 def attend_kernel(
-    q_main_desc, q_rest_desc, k_main_desc, k_rest_desc, v_main_desc, v_rest_desc,
-    out_main_desc, out_rest_desc,
-    k_place,  # rows of a page, columns of a head
-    v_place,
-    table_ptr,  # [num_seqs, max_pages] or None
+    q_main_desc,
+    q_rest_desc,
+    k_main_desc,
+    k_rest_desc,
+    v_main_desc,
+    v_rest_desc,
+    out_main_desc,
+    out_rest_desc,
+    source,  # BoxPlaces
     table_stride,
-    rules,  # Rules, with the scale of logits in base 2
-    tree_ptr,  # uint8 [num_tokens, tree_width] or None
+    rules,  # Rules, with the scale of logits in base 2 and a mask of bytes
     tree_width,
-    sinks_ptr,  # [num_heads] or None
-    out_rows,  # Rows [num_tokens, num_heads, head_dim_v]
-    lse_rows,  # Rows [num_tokens, num_heads, 1]
-    order_ptr,  # as order.py lays it out
-    counter_ptr,  # 0 between launches
-    parts,  # Parts
+    results,  # StateRows
+    work,  # OrderedWork
     C: gl.constexpr,  # HopperConstants
-):  # fmt: skip
-    """Attend to the items of `order_ptr`: two consumers of 64 rows each, two producers."""
+):
+    """Attend to the items of an order: two consumers of 64 rows each, two producers."""
     if C.overlap:  # global memory is not touched before `first_ticket`
         prefetch_maps(C)
         gdc_launch_dependents()  # the next kernel takes processors that have nothing left to do
@@ -58,26 +86,23 @@ def attend_kernel(
     if C.dv_rest:
         v_rest = allocate_tiles(v_rest_desc, C.stages, C.block_n, C.dv_rest)
         out_rest = allocate_rows(out_main_desc.dtype, C.dv_rest)
-    bars = (
-        make_barriers(2, 1), make_barriers(2, 1), make_barriers(C.stages, 1),
-        make_barriers(C.stages, 1),
-    )  # fmt: skip
+    q = QueryRoom(q_main, q_rest, make_barriers(2, 1), make_barriers(2, 1))
+    k = Ring(k_main, k_rest, make_barriers(C.stages, 1))
+    v = Ring(v_main, v_rest, make_barriers(C.stages, 1))
     queue = make_queue()
     fence_async_shared()
-    q, k, v = (q_main, q_rest), (k_main, k_rest), (v_main, v_rest)
-    staging, out_desc = (out_main, out_rest), (out_main_desc, out_rest_desc)
+    staging = Staging(out_main, out_rest, out_main_desc, out_rest_desc)
+    q_descs = (q_main_desc, q_rest_desc)
+    keys = BoxedColumns(k_main_desc, k_rest_desc, source.k_page_rows, source.k_head)
+    values = BoxedColumns(v_main_desc, v_rest_desc, source.v_page_rows, source.v_head)
+    given = HopperOperands(source.table, table_stride, rules, tree_width, results, work.order)
     gl.warp_specialize(
         [
-            (consume, (q, k, v, staging, bars, queue, out_desc, order_ptr, rules, tree_ptr,
-                       tree_width, sinks_ptr, out_rows, lse_rows, parts, C, 0)),
-            (consume, (q, k, v, staging, bars, queue, out_desc, order_ptr, rules, tree_ptr,
-                       tree_width, sinks_ptr, out_rows, lse_rows, parts, C, 1)),
-            (produce_queries_keys, (q, k, bars, queue, (q_main_desc, q_rest_desc),
-                                    (k_main_desc, k_rest_desc), k_place, table_ptr, table_stride,
-                                    counter_ptr, order_ptr, C)),
-            (produce_values, (v, bars, queue, (v_main_desc, v_rest_desc), v_place, table_ptr,
-                              table_stride, order_ptr, C)),
+            (consume, (q, k, v, staging, queue, given, C, 0)),
+            (consume, (q, k, v, staging, queue, given, C, 1)),
+            (produce_queries_keys, (q, k, q_descs, keys, queue, work.counter, given, C)),
+            (produce_values, (v, values, queue, given, C)),
         ],
         [4, 1, 1],
         [C.consumer_registers, C.producer_registers, C.producer_registers],
-    )  # fmt: skip
+    )

@@ -7,14 +7,15 @@ import torch
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels.gluon.boxes import is_flat, store_refusal
 from anabranch.kernels.gluon.latent_config import LATENT_DIMS, LatentTiles
-from anabranch.kernels.gluon.latent_plan import LatentLayout
+from anabranch.kernels.gluon.latent_plan import LatentLayout, fill_plan, lay_out
 from anabranch.state import AttentionState
 
+__all__ = ["attend", "fill_plan", "lay_out", "prefers", "refusal"]
 LATENT_MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's
 LATENT_MIN_ROWS = 16  # query rows of a sequence on average: a tile has 64, however few are used
 
 
-def prefers_latent(call: AttendCall, options: PlanOptions) -> bool:
+def prefers(call: AttendCall, options: PlanOptions) -> bool:
     """Whether a call that names no producer should run here."""
     q = call.queries.packed
     if options.rows_per_seq is not None:
@@ -22,7 +23,7 @@ def prefers_latent(call: AttendCall, options: PlanOptions) -> bool:
     return q.shape[0] * q.shape[1] >= LATENT_MIN_ROWS * max(call.keys.num_seqs, 1)
 
 
-def latent_refusal(call: AttendCall, options: PlanOptions) -> str | None:
+def refusal(call: AttendCall, options: PlanOptions) -> str | None:
     """Why a call over latent keys cannot run here; None if it can."""
     q, keys, rules, view = call.queries.packed, call.keys, call.rules, call.view
     dims = (q.shape[2], keys.head_dim_v)
@@ -44,7 +45,7 @@ def latent_refusal(call: AttendCall, options: PlanOptions) -> str | None:
     return store_refusal("cache", view.k)
 
 
-def attend_latent_keys(
+def attend(
     call: AttendCall, layout: LatentLayout, room: torch.Tensor, out: AttentionState | None
 ) -> AttentionState:
     """The state of a call, in `out` if that is given."""

@@ -106,7 +106,7 @@ def latent_constants(
         page_size=page_size,
         k_format=PLAIN,
         v_format=PLAIN,
-        values_in_keys=True,
+        latent=True,
         fixed_parts=fixed_parts,
         overlap=overlap,
     )

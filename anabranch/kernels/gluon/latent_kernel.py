@@ -15,8 +15,10 @@ from anabranch.kernels.gluon.boxes import flat_boxes, key_boxes
 from anabranch.kernels.gluon.latent_config import LatentConstants
 from anabranch.kernels.gluon.latent_consumers import consume_latent
 from anabranch.kernels.gluon.latent_copies import produce_latent
-from anabranch.kernels.load.addressing import Rows
-from anabranch.kernels.parts.slots import Parts
+from anabranch.kernels.gluon.operands import HopperOperands, LatentBoxes, LatentRoom
+from anabranch.kernels.gluon.versions import FULL_REGISTERS
+from anabranch.kernels.load.arguments import Rows
+from anabranch.kernels.parts.slots import Parts, StateRows
 from anabranch.keys import KeyView
 from anabranch.launches.recorder import launch
 from anabranch.rules import Rules
@@ -49,36 +51,37 @@ def attend_latent(
         rules._replace(
             causal=None,  # a constant
             scale=rules.scale * math.log2(math.e),
-            tree_mask=None,
+            tree_mask=None if tree is None else tree.contiguous().view(torch.uint8),
         ),
-        None if tree is None else tree.contiguous().view(torch.uint8),
         0 if tree is None else tree.shape[1],
-        Rows(state.out, *state.out.stride()),
-        Rows(state.lse, *state.lse.stride(), 0),
+        StateRows(
+            Rows(state.out, *state.out.stride()), Rows(state.lse, *state.lse.stride(), 0), parts
+        ),
         schedule,
-        parts,
         c,
         num_warps=4,
         maxnreg=c.max_registers,
+        **FULL_REGISTERS,
         **({"launch_pdl": True} if c.overlap else {}),
     )
 
 
 @gluon.jit(do_not_specialize=["table_stride", "tree_width"])
 def attend_latent_kernel(
-    q_desc, q_rest_desc, k_desc, k_rest_desc, out_desc,
+    q_desc,
+    q_rest_desc,
+    k_desc,
+    k_rest_desc,
+    out_desc,
     page_rows,  # rows from one page to the next
     table_ptr,  # [num_seqs, max_pages]
     table_stride,
-    rules,  # Rules, with the scale of logits in base 2
-    tree_ptr,  # uint8 [num_tokens, tree_width] or None
+    rules,  # Rules, with the scale of logits in base 2 and a mask of bytes
     tree_width,
-    out_rows,  # Rows [num_tokens, num_heads, 512]
-    lse_rows,  # Rows [num_tokens, num_heads, 1]
-    schedule_ptr,  # as the Triton kernel's schedule.py lays it out
-    parts,  # Parts
+    results,  # StateRows
+    schedule_ptr,  # as schedule.py lays it out
     C: gl.constexpr,  # LatentConstants
-):  # fmt: skip
+):
     """Attend to the items of each worker's share: two consumers and a producer."""
     if C.overlap:  # each partition waits for the kernel ahead before it touches global memory
         gdc_launch_dependents()
@@ -94,21 +97,20 @@ def attend_latent_kernel(
     peak_even = gl.allocate_shared_memory(gl.float32, [64], line)
     peak_odd = gl.allocate_shared_memory(gl.float32, [64], line)
     sums = gl.allocate_shared_memory(gl.float32, [2, 64], line)
-    full = (make_barriers(2, 1), make_barriers(2, 1))
+    k_full = (make_barriers(2, 1), make_barriers(2, 1))
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
     fence_async_shared()
     q, k = (q_left, q_right), (k_left, k_right, k_rest)
-    exchange = (p_even, p_odd, peak_even, peak_odd)
+    room = LatentRoom(q, q_full, k, k_full, p_even, p_odd, peak_even, peak_odd, sums)
+    boxes = LatentBoxes(q_desc, q_rest_desc, k_desc, k_rest_desc, page_rows)
+    given = HopperOperands(table_ptr, table_stride, rules, tree_width, results, schedule_ptr)
     gl.warp_specialize(
         [
-            (consume_latent, (q, k, exchange, sums, full, q_full, out_desc, rules, tree_ptr,
-                              tree_width, out_rows, lse_rows, schedule_ptr, parts, C, 0)),
-            (consume_latent, (q, k, exchange, sums, full, q_full, out_desc, rules, tree_ptr,
-                              tree_width, out_rows, lse_rows, schedule_ptr, parts, C, 1)),
-            (produce_latent, (q, k, p_odd, full, q_full, q_desc, q_rest_desc, k_desc, k_rest_desc,
-                              page_rows, table_ptr, table_stride, schedule_ptr, C)),
+            (consume_latent, (room, out_desc, given, C, 0)),
+            (consume_latent, (room, out_desc, given, C, 1)),
+            (produce_latent, (room, boxes, given, C)),
         ],
         [4, 1],
         [C.tiles.consumer_registers, C.tiles.producer_registers],
-    )  # fmt: skip
+    )

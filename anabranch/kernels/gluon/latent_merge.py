@@ -1,8 +1,8 @@
 """The merge of latent parts: workers that have nothing else to do share the rows of a block.
 
-Whoever leaves a part counts it. The last one takes turns at rows until none are left; others that
-have reached the end of their shares stay for a while, and take turns too once all parts are there.
-Nobody depends on them: a worker that is last merges alone if it must.
+A worker counts the part that it leaves. The last one takes turns at rows until none are left;
+others that have reached the end of their shares stay for a while, and take turns too once all parts
+are there. No worker depends on them: the last one merges alone if it must.
 
 The columns of a block have two counters: parts that are there, with turns taken in the upper half,
 and workers that are gone, of whom the last resets both.
@@ -15,9 +15,9 @@ from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
 from anabranch.kernels.gluon.versions import thread_barrier
+from anabranch.kernels.parts.join import merge_slots
 from anabranch.kernels.parts.slots import slot_of
 from anabranch.kernels.schedule.walk import take_item
-from anabranch.kernels.softmax.online_softmax import finish_merge, merge_part
 
 COLUMNS = gl.constexpr(256)  # of a consumer
 TURN = gl.constexpr(1 << 16)
@@ -61,20 +61,26 @@ def spread_columns(x):
 
 
 @gluon.jit
-def leave_part(
-    out, lse, rows, left, first_row, q_start, part, pack, parts, out_rows, lse_rows, schedule_ptr,
-    walk, worker, C: gl.constexpr, HALF: gl.constexpr,
-):  # fmt: skip
-    """Leave the rows of a part, and merge some of the block's if all parts are there."""
-    index, num_parts, first_slot = part
-    outs_ptr, lses_ptr, counters_ptr = parts
+def rows_of_half(part, rows, item, C: gl.constexpr):
+    """Where rows of a consumer's half of a part wait (int64)."""
     W: gl.constexpr = C.work
-    places = (slot_of(index, first_slot, pack, W) * 2 + HALF) * 64 + rows
-    gl.store(lses_ptr + places, lse, rows < left)
-    store_columns(gather_columns(out), outs_ptr, places * COLUMNS, rows < left)
-    _, _, ahead, _ = take_item(schedule_ptr, walk, worker, W)
-    patience = gl.where(ahead[0] < ahead[1], 0, C.tiles.merge_patience)
-    counter = counters_ptr + (slot_of(index * 0, first_slot, pack, W) * 2 + HALF) * 2
+    return (slot_of(part, item.first_slot, item.kv_head, W) * 2 + item.half) * 64 + rows
+
+
+@gluon.jit
+def leave_latent_part(
+    out, lse, rows, left, ended, given, spot, worker, C: gl.constexpr, HALF: gl.constexpr
+):
+    """Leave the rows of a part, and merge some of the block's if all parts are there."""
+    W: gl.constexpr = C.work
+    num_parts, parts = ended.num_parts, given.results.parts
+    places = rows_of_half(ended.part, rows, ended, C)
+    gl.store(parts.lses + places, lse, rows < left)
+    store_columns(gather_columns(out), parts.outs, places * COLUMNS, rows < left)
+    _, ahead = take_item(spot, worker, given.order, W)
+    patience = gl.where(ahead.tile < ahead.stop, 0, C.tiles.merge_patience)
+    slot = slot_of(ended.part * 0, ended.first_slot, ended.kv_head, W)
+    counter = parts.counters + (slot * 2 + HALF) * 2
     thread_barrier()  # every warp's stores come before the release below
     present = count_at(counter, 1) + 1
     while (present < num_parts) & (patience > 0):
@@ -82,15 +88,10 @@ def leave_part(
         patience -= 1
     if present == num_parts:
         if num_parts <= FEW_PARTS:
-            take_turns(
-                counter, left, first_row, q_start, num_parts, first_slot, pack, parts, out_rows,
-                lse_rows, C, HALF, ROWS_OF_FEW, FEW_PARTS,
-            )  # fmt: skip
+            take_turns(counter, left, ended, given.results, C, HALF, ROWS_OF_FEW, FEW_PARTS)
         else:
-            take_turns(
-                counter, left, first_row, q_start, num_parts, first_slot, pack, parts, out_rows,
-                lse_rows, C, HALF, ROWS_OF_MANY, C.tiles.merge_batch,
-            )  # fmt: skip
+            BATCH: gl.constexpr = C.tiles.merge_batch
+            take_turns(counter, left, ended, given.results, C, HALF, ROWS_OF_MANY, BATCH)
     if count_at(counter + 1, 1) == num_parts - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
@@ -98,30 +99,34 @@ def leave_part(
 
 @gluon.jit
 def take_turns(
-    counter, left, first_row, q_start, num_parts, first_slot, pack, parts, out_rows, lse_rows,
-    C: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, BATCH: gl.constexpr,
-):  # fmt: skip
+    counter,
+    left,
+    ended,
+    results,
+    C: gl.constexpr,
+    HALF: gl.constexpr,
+    ROWS: gl.constexpr,
+    BATCH: gl.constexpr,
+):
     """Merge ROWS rows at a turn, until others have taken the rest."""
     row = count_at(counter, TURN) // TURN * ROWS
     while row < left:
-        merge_latent_rows(
-            row, left, first_row, q_start, num_parts, first_slot, pack, parts, out_rows, lse_rows,
-            C, HALF, ROWS, BATCH,
-        )  # fmt: skip
+        merge_latent_rows(row, left, ended, results, C, HALF, ROWS, BATCH)
         row = count_at(counter, TURN) // TURN * ROWS
 
 
 @gluon.jit
 def merge_latent_rows(
-    row, stop, first_row, q_start, num_parts, first_slot, pack, parts, out_rows, lse_rows,
-    C: gl.constexpr, HALF: gl.constexpr, ROWS: gl.constexpr, BATCH: gl.constexpr,
-):  # fmt: skip
-    """Merge some rows of all parts, in the order of their keys, and write them.
-
-    Loads pass by the L1 cache: other processors wrote the parts.
-    """
-    outs_ptr, lses_ptr, _ = parts
-    W: gl.constexpr = C.work
+    row,
+    stop,
+    ended,
+    results,
+    C: gl.constexpr,
+    HALF: gl.constexpr,
+    ROWS: gl.constexpr,
+    BATCH: gl.constexpr,
+):
+    """Merge some rows of all parts, in the order of their keys, and write them."""
     layout: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
     row_layout: gl.constexpr = gl.SliceLayout(1, layout)
     rows = row + gl.arange(0, ROWS, row_layout)
@@ -129,22 +134,12 @@ def merge_latent_rows(
     peak = gl.full([ROWS], -float("inf"), gl.float32, row_layout)
     total = gl.zeros([ROWS], gl.float32, row_layout)
     merged = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
-    for part in range(0, num_parts, BATCH):
-        outs = ()
-        lses = ()
-        for i in gl.static_range(BATCH):
-            present = (rows < stop) & (part + i < num_parts)
-            places = (slot_of(part + i, first_slot, pack, W) * 2 + HALF) * 64 + rows
-            lse = gl.load(lses_ptr + places, present, other=-float("inf"), cache_modifier=".cg")
-            ptrs = outs_ptr + (places * COLUMNS)[:, None] + columns
-            out = gl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
-            outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
-            lses = lses + (lse,)  # noqa: RUF005
-        for i in gl.static_range(BATCH):
-            peak, total, merged = merge_part((peak, total, merged), outs[i], lses[i])
-    out, lse = finish_merge((peak, total, merged))
-    places = block_rows(rows, first_row, q_start, pack, C)
+    state, every = (peak, total, merged), (0, 1, ended.num_parts)
+    out, lse = merge_slots(
+        state, rows, stop, columns, every, ended, results.parts, rows_of_half, COLUMNS, BATCH, C
+    )
+    places = block_rows(rows, ended.block, ended.kv_head, C)
     if HALF == 0:
-        store_lse(lse, places, rows < stop, lse_rows, C)
-    starts = places.to(gl.int64) * out_rows.head + HALF * COLUMNS
-    store_columns(spread_columns(out), out_rows.ptr, starts, rows < stop)
+        store_lse(lse, places, rows < stop, results.lse, C)
+    starts = places.to(gl.int64) * results.out.head + HALF * COLUMNS
+    store_columns(spread_columns(out), results.out.ptr, starts, rows < stop)

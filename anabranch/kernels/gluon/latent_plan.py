@@ -48,7 +48,7 @@ class LatentLayout:
         return LatentPlan(self.schedule.open(room), parts, self.constants)
 
 
-def lay_out_latent(call: AttendCall, options: PlanOptions) -> LatentLayout:
+def lay_out(call: AttendCall, options: PlanOptions) -> LatentLayout:
     """Room for a schedule and for parts."""
     q, keys = call.queries.packed, call.keys
     tiles = options.config or LatentTiles()
@@ -74,7 +74,7 @@ def lay_out_latent(call: AttendCall, options: PlanOptions) -> LatentLayout:
     return LatentLayout(constants, schedule, tuple(parts))
 
 
-def fill_latent(call: AttendCall, layout: LatentLayout, room: torch.Tensor) -> None:
+def fill_plan(call: AttendCall, layout: LatentLayout, room: torch.Tensor) -> None:
     """Divide the work on the device."""
     plan = layout.open(room)
     write_schedule(plan.schedule, plan.parts.counters, call, plan.constants.work)

@@ -5,11 +5,11 @@ from triton.experimental.gluon import language as gl
 
 
 @gluon.jit
-def block_rows(rows, first_row, q_start, pack, C: gl.constexpr):
+def block_rows(rows, block, pack, C: gl.constexpr):
     """Where rows of a block lie in [num_tokens * num_heads]."""
     GROUP: gl.constexpr = C.work.group
-    rows = first_row + rows
-    return (q_start + rows // GROUP) * C.num_heads + pack * GROUP + rows % GROUP
+    rows = block.first_row + rows
+    return (block.q_start + rows // GROUP) * C.num_heads + pack * GROUP + rows % GROUP
 
 
 @gluon.jit

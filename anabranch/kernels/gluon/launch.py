@@ -7,10 +7,11 @@ import math
 import torch
 
 from anabranch.kernels.gluon.boxes import key_boxes, row_boxes
-from anabranch.kernels.gluon.kernel import attend_kernel
+from anabranch.kernels.gluon.kernel import BoxPlaces, OrderedWork, attend_kernel
+from anabranch.kernels.gluon.versions import FULL_REGISTERS
 from anabranch.kernels.hopper_config import HopperConstants
-from anabranch.kernels.load.addressing import Rows
-from anabranch.kernels.parts.slots import Parts
+from anabranch.kernels.load.arguments import Rows
+from anabranch.kernels.parts.slots import Parts, StateRows
 from anabranch.keys import KeyView
 from anabranch.launches.recorder import launch
 from anabranch.rules import Rules
@@ -40,26 +41,22 @@ def attend(
         key_boxes(v, c, c.dv_rest) if c.dv_rest else None,
         row_boxes(state.out, c.pack, c.out_columns),
         row_boxes(state.out, c.pack, c.dv_rest) if c.dv_rest else None,
-        (k.page // k.key, k.head),
-        (v.page // v.key, v.head),
-        table,
+        BoxPlaces(k.page // k.key, k.head, v.page // v.key, v.head, table),
         0 if table is None else table.stride(0),
         rules._replace(
             causal=None,  # a constant
             scale=rules.scale * math.log2(math.e),
-            sinks=None,
-            tree_mask=None,
+            sinks=None if rules.sinks is None else rules.sinks.contiguous(),
+            tree_mask=None if tree is None else tree.contiguous().view(torch.uint8),
         ),
-        None if tree is None else tree.contiguous().view(torch.uint8),
         0 if tree is None else tree.shape[1],
-        None if rules.sinks is None else rules.sinks.contiguous(),
-        Rows(state.out, *state.out.stride()),
-        Rows(state.lse, *state.lse.stride(), 0),
-        order,
-        counter,
-        parts,
+        StateRows(
+            Rows(state.out, *state.out.stride()), Rows(state.lse, *state.lse.stride(), 0), parts
+        ),
+        OrderedWork(order, counter),
         c,
         num_warps=4,
         maxnreg=c.max_registers,
+        **FULL_REGISTERS,
         **({"launch_pdl": True} if c.overlap else {}),
     )

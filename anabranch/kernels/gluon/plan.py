@@ -54,7 +54,7 @@ class HopperLayout:
         return HopperPlan(self.order.open(room), counters[:1], parts, self.constants)
 
 
-def lay_out_items(call: AttendCall, options: PlanOptions) -> HopperLayout:
+def lay_out(call: AttendCall, options: PlanOptions) -> HopperLayout:
     """Select tiles, and room for the order of items and for parts."""
     keys, num_tokens = call.keys, call.queries.packed.shape[0]
     constants = _select_constants(call, options)
@@ -69,7 +69,7 @@ def lay_out_items(call: AttendCall, options: PlanOptions) -> HopperLayout:
     return HopperLayout(constants, slots, *pieces)
 
 
-def fill_items(call: AttendCall, layout: HopperLayout, room: torch.Tensor) -> None:
+def fill_plan(call: AttendCall, layout: HopperLayout, room: torch.Tensor) -> None:
     """Order the work on the device."""
     counters = layout.counters.open(room)
     order(layout.order.open(room), counters, call, layout.slots, layout.constants)

@@ -45,7 +45,7 @@ def take_turn(counter_ptr):
 def reset_counter(order_ptr, counter_ptr, turn, C: gl.constexpr):
     """The program with the last of all turns leaves the counter at 0.
 
-    There are as many turns to take as items times packs, so nobody takes one after it. An atomic,
+    There are as many turns to take as items times packs, so none is taken after it. An atomic,
     since relaxed turns order no plain store after those that other programs took.
     """
     num_turns = gl.load(order_ptr) * C.num_packs

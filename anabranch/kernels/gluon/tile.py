@@ -9,8 +9,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from anabranch.kernels.gluon.barriers import (
+    BOTH_AND_PRODUCER,
     K_FREE,
-    PAIR_AND_PRODUCER,
     V_FREE,
     bar_arrive,
     carried_weights,
@@ -18,6 +18,7 @@ from anabranch.kernels.gluon.barriers import (
     exp2,
     hidden_zero,
 )
+from anabranch.kernels.gluon.operands import FullTiles, Running
 from anabranch.kernels.softmax.logits import capped
 from anabranch.kernels.softmax.masks import visible
 from anabranch.kernels.softmax.online_softmax import LOG2_E, pivot_of
@@ -29,27 +30,27 @@ def issue_scores(q, q_main, k, slot, zero, C: gl.constexpr, WG: gl.constexpr):
     BLOCK_N: gl.constexpr = C.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     scores = gl.zeros([64, BLOCK_N], gl.float32, layout)
-    keys = k[0].index(slot).permute((1, 0))
+    keys = k.main.index(slot).permute((1, 0))
     if C.q_in_registers:
         scores = warpgroup_mma(q_main, keys, scores, use_acc=False, is_async=True)
     else:
-        scores = warpgroup_mma(q[0].index(WG + zero), keys, scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q.main.index(WG + zero), keys, scores, use_acc=False, is_async=True)
     if C.dk_rest:
-        rest = k[1].index(slot).permute((1, 0))
-        scores = warpgroup_mma(q[1].index(WG + zero), rest, scores, is_async=True)
+        rest = k.rest.index(slot).permute((1, 0))
+        scores = warpgroup_mma(q.rest.index(WG + zero), rest, scores, is_async=True)
     return scores
 
 
 @gluon.jit
 def issue_values(carried, v, slot, acc, C: gl.constexpr):
     """Add the weighted values of one tile to the accumulator, under way; and their operand."""
-    p = carried_weights(carried, acc[0], v[0].dtype, C)
-    main = warpgroup_mma(p, v[0].index(slot), acc[0], is_async=True)
+    p = carried_weights(carried, acc[0], v.main.dtype, C)
+    main = warpgroup_mma(p, v.main.index(slot), acc[0], is_async=True)
     rest = acc[1]
     if C.dv_rest:
         layout: gl.constexpr = gl.DotOperandLayout(0, acc[1].type.layout, 2)
         p = gl.convert_layout(p, layout, assert_trivial=True)
-        rest = warpgroup_mma(p, v[1].index(slot), rest, is_async=True)
+        rest = warpgroup_mma(p, v.rest.index(slot), rest, is_async=True)
     return (main, rest), p
 
 
@@ -73,28 +74,27 @@ def thread_sums(weights, C: gl.constexpr):
 
 
 @gluon.jit
-def masked(scores, tile, tokens, span, window, tree_rows, tree_width, C: gl.constexpr):
+def masked(scores, tile, sight, window, C: gl.constexpr):
     """Scores, -inf where a token does not see a key."""
-    q_len, seq_len = span
     keys = tile * C.block_n + gl.arange(0, C.block_n, gl.SliceLayout(0, scores.type.layout))
+    tree_rows = sight.tree_rows
     if tree_rows is not None:
         tree_rows = tree_rows[:, None]
-    seen = visible(
-        tokens[:, None], keys[None, :], q_len, seq_len, window, tree_rows, tree_width, C.causal
-    )
+    tokens, width = sight.tokens[:, None], sight.tree_width
+    seen = visible(tokens, keys[None, :], sight.block, window, tree_rows, width, C.causal)
     return gl.where(seen, scores, -float("inf"))
 
 
 @gluon.jit
-def logits_of(scores, tile, tokens, span, full, rules, tree_rows, tree_width, C: gl.constexpr):
+def logits_of(scores, tile, full, sight, rules, C: gl.constexpr):
     """Scores after softcap and mask; `base2_scale` turns them into logits in base 2.
 
-    All tokens see all keys of the tiles `full`.
+    All rows see all keys of the tiles [full.start, full.stop).
     """
     if rules.softcap is not None:
         scores = capped(scores, rules.scale, rules.softcap)
-    if (tile < full[0]) | (tile >= full[1]):
-        scores = masked(scores, tile, tokens, span, rules.window, tree_rows, tree_width, C)
+    if (tile < full.start) | (tile >= full.stop):
+        scores = masked(scores, tile, sight, rules.window, C)
     return scores
 
 
@@ -109,57 +109,53 @@ def base2_scale(rules):
 
 @gluon.jit
 def attend_tile(
-    q, q_main, k, v, bars, state, done, count, num_tiles, tile, tokens, span, full, rules,
-    tree_rows, tree_width, C: gl.constexpr, WG: gl.constexpr,
-):  # fmt: skip
+    q, q_main, k, v, state, done, count, tile, full, sight, rules, C: gl.constexpr, WG: gl.constexpr
+):
     """Scores of this tile while the weights of the one before multiply its values; new weights.
 
     `done` tiles of V are finished by this warpgroup, `count` of this item are scored.
     """
-    acc, carried, total, peak = state
-    _, _, k_full, v_full = bars
     slot = (done + 1) % C.stages
     value_slot = done % C.stages
     zero = hidden_zero(done) if C.dk_rest else 0
     scores = issue_scores(q, q_main, k, slot, zero, C, WG)
-    mbarrier.wait(v_full.index(value_slot), (done // C.stages) & 1)
-    acc, p = issue_values(carried, v, value_slot, acc, C)
+    mbarrier.wait(v.full.index(value_slot), (done // C.stages) & 1)
+    acc, p = issue_values(state.carried, v, value_slot, state.acc, C)
     scores = warpgroup_mma_wait(2 if C.dv_rest else 1, [scores])
-    bar_arrive(K_FREE + slot, PAIR_AND_PRODUCER)
-    scores = logits_of(scores, tile, tokens, span, full, rules, tree_rows, tree_width, C)
+    bar_arrive(K_FREE + slot, BOTH_AND_PRODUCER)
+    scores = logits_of(scores, tile, full, sight, rules, C)
     scale = base2_scale(rules)
-    new_peak = gl.maximum(peak, gl.max(scores, 1))
-    pivot = pivot_of(new_peak * scale)
-    alpha = exp2(peak * scale - pivot)
+    peak = gl.maximum(state.peak, gl.max(scores, 1))
+    pivot = pivot_of(peak * scale)
+    alpha = exp2(state.peak * scale - pivot)
     weights = exp2(scores * scale - pivot[:, None])
-    kept = gl.convert_layout(alpha, gl.SliceLayout(1, total.type.layout), assert_trivial=True)
-    total = total * kept[:, None] + thread_sums(weights, C)
+    kept = gl.convert_layout(alpha, gl.SliceLayout(1, state.total.type.layout), assert_trivial=True)
+    total = state.total * kept[:, None] + thread_sums(weights, C)
     # The next keys are waited for here, not at the top: ptxas lifts the wait for P V (below) above
     # arithmetic, but not above this branch.
     next_slot = (done + 2) % C.stages
-    mbarrier.wait(k_full.index(next_slot), ((done + 2) // C.stages) & 1, pred=count + 1 < num_tiles)
+    has_next = count + 1 < sight.block.num_tiles
+    mbarrier.wait(k.full.index(next_slot), ((done + 2) // C.stages) & 1, pred=has_next)
     if C.dv_rest:
         main, rest, p, weights = warpgroup_mma_wait(0, [acc[0], acc[1], p, weights])
         acc = (main, rest)
     else:
         main, p, weights = warpgroup_mma_wait(0, [acc[0], p, weights])
         acc = (main, acc[1])
-    bar_arrive(V_FREE + value_slot, PAIR_AND_PRODUCER)
-    carried = carry_weights(weights, acc[0], v[0].dtype, C)
-    return rescaled(acc, alpha, C), carried, total, new_peak
+    bar_arrive(V_FREE + value_slot, BOTH_AND_PRODUCER)
+    carried = carry_weights(weights, acc[0], v.main.dtype, C)
+    return Running(rescaled(acc, alpha, C), carried, total, peak)
 
 
 @gluon.jit
-def first_weights(q, q_main, k, bars, done, tile, tokens, span, rules, tree_rows,
-                  tree_width, C: gl.constexpr, WG: gl.constexpr):  # fmt: skip
-    """Weights of an item's last tile, with nothing to multiply meanwhile."""
-    _, _, k_full, _ = bars
+def first_weights(q, q_main, k, done, tile, sight, rules, C: gl.constexpr, WG: gl.constexpr):
+    """Weights of an item's last tile, with nothing to multiply meanwhile; it is always masked."""
     slot = done % C.stages
-    mbarrier.wait(k_full.index(slot), (done // C.stages) & 1)
+    mbarrier.wait(k.full.index(slot), (done // C.stages) & 1)
     scores = issue_scores(q, q_main, k, slot, 0, C, WG)
     scores = warpgroup_mma_wait(0, [scores])
-    bar_arrive(K_FREE + slot, PAIR_AND_PRODUCER)
-    scores = logits_of(scores, tile, tokens, span, (0, 0), rules, tree_rows, tree_width, C)
+    bar_arrive(K_FREE + slot, BOTH_AND_PRODUCER)
+    scores = logits_of(scores, tile, FullTiles(0, 0), sight, rules, C)
     scale = base2_scale(rules)
     peak = gl.max(scores, 1)
     weights = exp2(scores * scale - pivot_of(peak * scale)[:, None])

@@ -16,3 +16,9 @@ store_box = getattr(tma, since({(3, 6): "async_copy_shared_to_global", (3, 8): "
 load_shared = getattr(
     async_copy, since({(3, 6): "async_copy_global_to_shared", (3, 8): "async_load"})
 )
+
+# Options of launches whose loops fill 240 registers. Triton 3.9 calls ptxas 13 for Hopper and, for
+# a bug of it, limits how it allocates them: in the loop over tiles of 128 keys and 128 dims, 20
+# instructions then move registers to local memory and back. Without the limit none does where no
+# key is masked, as with ptxas 12.
+FULL_REGISTERS = since({(3, 6): {}, (3, 9): {"ptx_options": "--regAllocOptLevel=4"}})

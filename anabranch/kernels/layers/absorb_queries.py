@@ -14,7 +14,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
-from anabranch.kernels.load.addressing import Rows
+from anabranch.kernels.load.arguments import Rows
 from anabranch.launches.recorder import launch
 
 BLOCK_R = 64  # latent columns of a program
@@ -57,16 +57,16 @@ def absorb_queries(
 
 
 def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A launch on meta tensors."""
+    """A launch_case on meta tensors."""
 
-    def launch() -> None:
+    def launch_case() -> None:
         q, w, absorbed = (
             torch.empty(shape, dtype=torch.bfloat16, device="meta")
             for shape in ((64, 16, 192), (16, 256, 512), (64, 16, 576))
         )
         absorb_queries(q, w, absorbed, overlap=shared_bytes >= 227 * 1024)
 
-    yield "64 tokens", launch
+    yield "64 tokens", launch_case
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -39,20 +39,16 @@ def choose_experts(
     bias,  # [PLACES]
     is_expert,  # [PLACES]
     scale,
-    TOP_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    LIMITED: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SLOTS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    NORMALISED: tl.constexpr,
+    C: tl.constexpr,  # RouteConstants
 ):
     """The places of the chosen experts and their weights [ROWS, SLOTS]; equal ones by place.
 
     Softmax keeps the order of logits, so the choice is among those. NaN is chosen last.
     """
+    SLOTS: tl.constexpr = C.slots
+    TOP_K: tl.constexpr = C.top_k
     places, slots = tl.arange(0, logits.shape[1]), tl.arange(0, SLOTS)
-    if SIGMOID:
+    if C.sigmoid:
         scores = 1.0 / (1.0 + tl.exp(-logits))
         choice = scores + bias[None, :]
     else:
@@ -60,9 +56,9 @@ def choose_experts(
         peak = tl.max(choice, 1)
         total = tl.sum(tl.exp(choice - peak[:, None]), 1)
     choice = tl.where(choice > LOWEST, choice, LOWEST)
-    if LIMITED:
+    if C.num_groups > 1:
         choice = tl.where(is_expert[None, :], choice, float("-inf"))
-        choice = limit_groups(choice, TOP_GROUPS, GROUPS, SIGMOID)
+        choice = limit_groups(choice, C.top_groups, C.groups, C.sigmoid)
     choice = tl.where(is_expert[None, :], choice, float("-inf"))
 
     chosen = tl.zeros([logits.shape[0], SLOTS], tl.int32)
@@ -70,15 +66,15 @@ def choose_experts(
     for slot in tl.static_range(TOP_K):
         best, place = tl.max(choice, 1, return_indices=True)
         is_chosen = places[None, :] == place[:, None]
-        if SIGMOID:
+        if C.sigmoid:
             best = tl.sum(tl.where(is_chosen, scores, 0.0), 1)
         choice = tl.where(is_chosen, float("-inf"), choice)
         chosen = tl.where(slots[None, :] == slot, place[:, None], chosen)
         weights = tl.where(slots[None, :] == slot, best[:, None], weights)
-    if SIGMOID:
+    if C.sigmoid:
         weights = tl.where(slots[None, :] < TOP_K, weights, 0.0)
     else:
         weights = tl.exp(weights - peak[:, None]) / total[:, None]
-    if NORMALISED:
+    if C.normalised:
         weights = weights / (tl.sum(weights, 1) + 1e-20)[:, None]
     return chosen, weights * scale

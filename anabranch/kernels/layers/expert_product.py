@@ -63,9 +63,7 @@ def _launch(
         starts,
         weights,
         y,
-        x.stride(0),
-        w.stride(0),
-        y.stride(0),
+        (x.stride(0), w.stride(0), y.stride(0)),
         n,
         num_experts,
         K=x.shape[1],
@@ -116,9 +114,7 @@ def expert_product_kernel(
     starts_ptr,  # [num_experts + 1]
     weights_ptr,  # [num_rows]; None: gate and up
     y_ptr,  # [num_rows, n]
-    x_stride,
-    w_stride,
-    y_stride,
+    strides,  # of rows of x, experts of w, rows of y
     n,
     num_experts,
     K: tl.constexpr,
@@ -128,6 +124,7 @@ def expert_product_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
+    x_stride, w_stride, y_stride = strides
     GATED: tl.constexpr = weights_ptr is None
     expert, start, stop, _ = find_tile(
         starts_ptr, tl.program_id(0), tl.arange(0, EXPERTS), num_experts, 1, BLOCK_M

@@ -63,7 +63,7 @@ def project_row(
     (top_k, k), (n,) = x.shape, y.shape
     launch(
         project_row_kernel,
-        ((triton.cdiv(n, BLOCK_N),)),
+        (triton.cdiv(n, BLOCK_N),),
         x,
         w,
         experts,
@@ -89,7 +89,7 @@ def _block_k(k: int) -> int:
 def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches of both products on meta tensors."""
 
-    def launch() -> None:
+    def launch_case() -> None:
         k, n, top_k = 2048, 1408, 6
         new = partial(torch.empty, dtype=torch.bfloat16, device="meta")
         experts = torch.empty(top_k, dtype=torch.int32, device="meta")
@@ -98,7 +98,7 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
         weights = torch.empty(top_k, device="meta")
         project_row(new(top_k, n), new(64, k, n), experts, weights, new(k), overlap=overlap)
 
-    yield "6 experts", launch
+    yield "6 experts", launch_case
 
 
 @triton.jit

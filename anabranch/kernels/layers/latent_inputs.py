@@ -6,6 +6,7 @@ The first program of a token writes its row, the others some heads of its query.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -13,10 +14,25 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
-from anabranch.kernels.load.addressing import Rows
+from anabranch.kernels.load.arguments import Rows
 from anabranch.launches.recorder import launch
 
 BLOCK_H = 8  # heads of a program
+
+
+@dataclass(frozen=True, slots=True)
+class LatentInputConstants:
+    """What the kernel is compiled for."""
+
+    nope: int
+    rank: int
+    half: int
+    neighbours: bool  # a pair is two columns side by side, not of two halves
+    block_h: int
+    block_n: int  # the powers of two that hold nope, rank and half
+    block_r: int
+    block_half: int
+    overlap: bool
 
 
 def latent_inputs(
@@ -37,6 +53,17 @@ def latent_inputs(
     rank = norm.shape[0]
     rotary = latent.shape[1] - rank
     nope = head_dim - rotary
+    constants = LatentInputConstants(
+        nope=nope,
+        rank=rank,
+        half=rotary // 2,
+        neighbours=neighbours,
+        block_h=min(BLOCK_H, power_of_two(num_heads)),
+        block_n=power_of_two(max(nope, 1)),
+        block_r=power_of_two(rank),
+        block_half=power_of_two(rotary // 2),
+        overlap=overlap,
+    )
     launch(
         latent_inputs_kernel,
         (num_tokens, 1 + triton.cdiv(num_heads, BLOCK_H)),
@@ -51,15 +78,7 @@ def latent_inputs(
         cos.stride(0),
         num_heads,
         epsilon,
-        NOPE=nope,
-        RANK=rank,
-        HALF=rotary // 2,
-        NEIGHBOURS=neighbours,
-        BLOCK_H=min(BLOCK_H, power_of_two(num_heads)),
-        BLOCK_N=power_of_two(max(nope, 1)),
-        BLOCK_R=power_of_two(rank),
-        BLOCK_HALF=power_of_two(rotary // 2),
-        OVERLAP=overlap,
+        constants,
         num_warps=4,
         **({"launch_pdl": True} if overlap else {}),
     )
@@ -68,16 +87,16 @@ def latent_inputs(
 def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """A launch on meta tensors."""
 
-    def launch() -> None:
+    def launch_case() -> None:
         joined = torch.empty(4, 16 * 192 + 576, dtype=torch.bfloat16, device="meta")
         q, latent = joined[:, : 16 * 192].view(4, 16, 192), joined[:, 16 * 192 :]
         cos = torch.empty(4, 32, device="meta")
-        latent_inputs(
-            q, latent, cos, cos, joined[0, :512], torch.empty_like(q), torch.empty_like(latent),
-            epsilon=1e-6, neighbours=True, overlap=shared_bytes >= 227 * 1024,
-        )  # fmt: skip
+        given = q, latent, cos, cos, joined[0, :512]
+        written = torch.empty_like(q), torch.empty_like(latent)
+        overlap = shared_bytes >= 227 * 1024
+        latent_inputs(*given, *written, epsilon=1e-6, neighbours=True, overlap=overlap)
 
-    yield "16 heads", launch
+    yield "16 heads", launch_case
 
 
 @triton.jit
@@ -91,9 +110,15 @@ def load_pairs(ptrs, mask, pairs, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr):
 
 @triton.jit
 def rotate_pairs(
-    source, target, mask, cos, sin, pairs, HALF: tl.constexpr, NEIGHBOURS: tl.constexpr
+    source,
+    target,
+    mask,
+    columns,  # cosine and sine of each pair, and the pairs
+    HALF: tl.constexpr,
+    NEIGHBOURS: tl.constexpr,
 ):
     """Write pairs rotated, the first of all pairs before the second."""
+    cos, sin, pairs = columns
     a, b = load_pairs(source, mask, pairs, HALF, NEIGHBOURS)
     kind: tl.constexpr = target.dtype.element_ty
     tl.store(target + pairs, (a * cos - b * sin).to(kind), mask)
@@ -114,30 +139,25 @@ def normalise(source, target, norm_ptr, epsilon, RANK: tl.constexpr, BLOCK_R: tl
 
 @triton.jit(do_not_specialize=["num_heads", "epsilon"])
 def latent_inputs_kernel(
-    q,  # Rows [num_tokens, num_heads, NOPE + 2 HALF]
-    latent_ptr,  # [num_tokens, RANK + 2 HALF]
-    cos_ptr,  # [num_tokens, HALF]
-    sin_ptr,  # [num_tokens, HALF]
-    norm_ptr,  # [RANK]
-    q_out_ptr,  # [num_tokens, num_heads, NOPE + 2 HALF]
-    rows_ptr,  # [num_tokens, RANK + 2 HALF]
+    q,  # Rows [num_tokens, num_heads, nope + 2 half]
+    latent_ptr,  # [num_tokens, rank + 2 half]
+    cos_ptr,  # [num_tokens, half]
+    sin_ptr,  # [num_tokens, half]
+    norm_ptr,  # [rank]
+    q_out_ptr,  # [num_tokens, num_heads, nope + 2 half]
+    rows_ptr,  # [num_tokens, rank + 2 half]
     latent_stride,
     angle_stride,
     num_heads,
     epsilon,
-    NOPE: tl.constexpr,
-    RANK: tl.constexpr,
-    HALF: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,  # a pair is two columns side by side, not of two halves
-    BLOCK_H: tl.constexpr,
-    BLOCK_N: tl.constexpr,  # the powers of two that hold NOPE, RANK and HALF
-    BLOCK_R: tl.constexpr,
-    BLOCK_HALF: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    C: tl.constexpr,  # LatentInputConstants
 ):
+    NOPE: tl.constexpr = C.nope
+    RANK: tl.constexpr = C.rank
+    HALF: tl.constexpr = C.half
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    pairs = tl.arange(0, BLOCK_HALF)
-    if OVERLAP:
+    pairs = tl.arange(0, C.block_half)
+    if C.overlap:
         gdc_launch_dependents()
         gdc_wait()
     cos = tl.load(cos_ptr + token * angle_stride + pairs, pairs < HALF, other=0.0).to(tl.float32)
@@ -145,16 +165,16 @@ def latent_inputs_kernel(
     if part == 0:
         source = latent_ptr + token * latent_stride
         target = rows_ptr + token * (RANK + 2 * HALF)
-        normalise(source, target, norm_ptr, epsilon, RANK, BLOCK_R)
-        rotate_pairs(source + RANK, target + RANK, pairs < HALF, cos, sin, pairs, HALF, NEIGHBOURS)
+        normalise(source, target, norm_ptr, epsilon, RANK, C.block_r)
+        columns = cos, sin, pairs
+        rotate_pairs(source + RANK, target + RANK, pairs < HALF, columns, HALF, C.neighbours)
     else:
-        heads = (part - 1) * BLOCK_H + tl.arange(0, BLOCK_H)[:, None]
+        heads = (part - 1) * C.block_h + tl.arange(0, C.block_h)[:, None]
         from_heads = q.ptr + token * q.token + heads * q.head
         to_heads = q_out_ptr + (token * num_heads + heads) * (NOPE + 2 * HALF)
-        dims = tl.arange(0, BLOCK_N)[None, :]
+        dims = tl.arange(0, C.block_n)[None, :]
         mask = (heads < num_heads) & (dims < NOPE)
         tl.store(to_heads + dims, tl.load(from_heads + dims, mask), mask)
-        rotate_pairs(
-            from_heads + NOPE, to_heads + NOPE, (heads < num_heads) & (pairs < HALF)[None, :],
-            cos[None, :], sin[None, :], pairs[None, :], HALF, NEIGHBOURS,
-        )  # fmt: skip
+        inside = (heads < num_heads) & (pairs < HALF)[None, :]
+        tiles = cos[None, :], sin[None, :], pairs[None, :]
+        rotate_pairs(from_heads + NOPE, to_heads + NOPE, inside, tiles, HALF, C.neighbours)

@@ -33,7 +33,7 @@ def linear(
     outputs = config.block_n // 2 if gated else config.block_n
     launch(
         linear_kernel,
-        ((triton.cdiv(n, outputs),)),
+        (triton.cdiv(n, outputs),),
         x,
         w,
         bias,
@@ -54,7 +54,9 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
     """Launches on meta tensors that cover the configurations."""
     hopper = shared_bytes >= 227 * 1024
 
-    def launch(config: LinearConfig, dtype: torch.dtype, *, biased: bool, gated: bool) -> object:
+    def launch_case(
+        config: LinearConfig, dtype: torch.dtype, *, biased: bool, gated: bool
+    ) -> object:
         x, w, y = (
             torch.empty(shape, dtype=dtype, device="meta") for shape in (4096, (8192, 4096), 4096)
         )
@@ -63,10 +65,10 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
 
     for config in every_linear_config():
         name = f"{config.block_n} x {config.block_k}"
-        case = partial(launch, config, torch.bfloat16, biased=False)
+        case = partial(launch_case, config, torch.bfloat16, biased=False)
         yield f"{name} bfloat16", partial(case, gated=False)
         yield f"{name} bfloat16 gated", partial(case, gated=True)
-        case = partial(launch, config, torch.float16, biased=True, gated=False)
+        case = partial(launch_case, config, torch.float16, biased=True, gated=False)
         yield f"{name} float16 bias", case
 
 

@@ -9,6 +9,7 @@ Experts have places: each group of experts begins at a multiple of a power of tw
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -28,6 +29,39 @@ from anabranch.kernels.layers.route_config import (
 from anabranch.launches.recorder import launch
 
 ROWS = 16  # tokens whose experts are chosen at once; more do not fit into registers
+
+
+@dataclass(frozen=True, slots=True)
+class RouteConstants:
+    """What the kernel is compiled for."""
+
+    k: int
+    num_experts: int
+    num_groups: int
+    top_groups: int
+    top_k: int
+    sigmoid: bool  # of logits are the scores; otherwise their softmax
+    normalised: bool
+    groups: int  # the powers of two that hold num_groups and top_k
+    places: int
+    slots: int
+    rows: int  # tokens whose experts are chosen at once,
+    chunks: int  # and how often
+    block_m: int
+    block_e: int
+    block_k: int
+    splits: int
+    overlap: bool
+
+    @property
+    def span(self) -> int:
+        """Places of a group."""
+        return self.places // self.groups
+
+    @property
+    def group_size(self) -> int:
+        """Experts of a group."""
+        return self.num_experts // self.num_groups
 
 
 def num_places(num_experts: int, num_groups: int) -> int:
@@ -64,6 +98,25 @@ def route_experts(
         sums = torch.empty(shape, dtype=torch.float32, device=x.device)
         if arrived is None or arrived.shape[0] < num_blocks:
             arrived = torch.zeros(num_blocks, dtype=torch.int32, device=x.device)
+    constants = RouteConstants(
+        k=x.shape[1],
+        num_experts=num_experts,
+        num_groups=num_groups,
+        top_groups=top_groups,
+        top_k=experts.shape[1],
+        sigmoid=sigmoid,
+        normalised=normalised,
+        groups=power_of_two(num_groups),
+        places=places,
+        slots=power_of_two(experts.shape[1]),
+        rows=min(ROWS, power_of_two(num_tokens)),
+        chunks=config.block_m // ROWS,
+        block_m=config.block_m,
+        block_e=config.block_e,
+        block_k=min(config.block_k, max(power_of_two(x.shape[1]), 16)),
+        splits=splits,
+        overlap=config.overlap,
+    )
     launch(
         route_experts_kernel,
         (num_blocks, parts),
@@ -78,23 +131,7 @@ def route_experts(
         w.stride(0),
         num_tokens,
         scale,
-        K=x.shape[1],
-        NUM_EXPERTS=num_experts,
-        NUM_GROUPS=num_groups,
-        TOP_GROUPS=top_groups,
-        TOP_K=experts.shape[1],
-        SIGMOID=sigmoid,
-        NORMALISED=normalised,
-        GROUPS=power_of_two(num_groups),
-        PLACES=places,
-        SLOTS=power_of_two(experts.shape[1]),
-        ROWS=min(ROWS, power_of_two(num_tokens)),
-        CHUNKS=config.block_m // ROWS,
-        BLOCK_M=config.block_m,
-        BLOCK_E=config.block_e,
-        BLOCK_K=min(config.block_k, max(power_of_two(x.shape[1]), 16)),
-        SPLITS=splits,
-        OVERLAP=config.overlap,
+        constants,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **({"launch_pdl": True} if config.overlap else {}),
@@ -105,7 +142,7 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
     """Launches on meta tensors that cover the configurations."""
     hopper = shared_bytes >= 227 * 1024
 
-    def launch(num_tokens: int, num_experts: int, k: int, num_groups: int) -> object:
+    def launch_case(num_tokens: int, num_experts: int, k: int, num_groups: int) -> object:
         places = num_places(num_experts, num_groups)
         config = fit_route(
             select_route(num_tokens, places, k),
@@ -120,15 +157,14 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
         grouped = num_groups > 1
         bias = torch.empty(num_experts, device="meta") if grouped else None
         experts = torch.empty(num_tokens, 8, dtype=torch.int32, device="meta")
-        options = {"num_groups": num_groups, "top_groups": 4 if grouped else 1, "scale": 2.5}
-        return route_experts(
-            x, w, bias, None, experts, experts.float(), config,
-            sigmoid=grouped, normalised=grouped, **options,
-        )  # fmt: skip
+        groups = {"num_groups": num_groups, "top_groups": 4 if grouped else 1}
+        scores = {"sigmoid": grouped, "normalised": grouped, "scale": 2.5}
+        written = experts, experts.float()
+        return route_experts(x, w, bias, None, *written, config, **groups, **scores)
 
     for num_tokens, num_experts, k in every_route_case():
         groups = 8 if num_experts > 64 else 1
-        case = partial(launch, num_tokens, num_experts, k, groups)
+        case = partial(launch_case, num_tokens, num_experts, k, groups)
         yield f"{num_tokens} tokens, {num_experts} experts", case
 
 
@@ -156,70 +192,52 @@ def add_sums(sums_ptr, tokens, num_tokens, PLACES: tl.constexpr, SPLITS: tl.cons
 
 @triton.jit
 def write_choice(
-    logits, bias_ptr, experts_ptr, weights_ptr, tokens, num_tokens, scale,
-    NUM_EXPERTS: tl.constexpr, NUM_GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
-    GROUPS: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr,
-    SIGMOID: tl.constexpr, NORMALISED: tl.constexpr,
-):  # fmt: skip
+    logits, bias_ptr, experts_ptr, weights_ptr, tokens, num_tokens, scale, C: tl.constexpr
+):
     """Write the experts of some tokens with these logits [rows, places], and their weights."""
-    SPAN: tl.constexpr = logits.shape[1] // GROUPS
-    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
-    places, slots = tl.arange(0, logits.shape[1]), tl.arange(0, SLOTS)
-    is_expert = (places % SPAN < GROUP_SIZE) & (places // SPAN < NUM_GROUPS)
+    places, slots = tl.arange(0, logits.shape[1]), tl.arange(0, C.slots)
+    is_expert = (places % C.span < C.group_size) & (places // C.span < C.num_groups)
     bias = tl.zeros([logits.shape[1]], tl.float32)
     if bias_ptr is not None:
-        found = places // SPAN * GROUP_SIZE + places % SPAN
+        found = places // C.span * C.group_size + places % C.span
         bias = tl.load(bias_ptr + found, is_expert, other=0.0).to(tl.float32)
-    chosen, weights = choose_experts(
-        logits, bias, is_expert, scale,
-        TOP_GROUPS, GROUPS, NUM_GROUPS > 1, TOP_K, SLOTS, SIGMOID, NORMALISED,
-    )  # fmt: skip
-    offsets = tokens.to(tl.int64)[:, None] * TOP_K + slots[None, :]
-    mask = (tokens < num_tokens)[:, None] & (slots < TOP_K)[None, :]
-    tl.store(experts_ptr + offsets, chosen // SPAN * GROUP_SIZE + chosen % SPAN, mask)
+    chosen, weights = choose_experts(logits, bias, is_expert, scale, C)
+    offsets = tokens.to(tl.int64)[:, None] * C.top_k + slots[None, :]
+    mask = (tokens < num_tokens)[:, None] & (slots < C.top_k)[None, :]
+    tl.store(experts_ptr + offsets, chosen // C.span * C.group_size + chosen % C.span, mask)
     tl.store(weights_ptr + offsets, weights, mask)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "scale"])
 def route_experts_kernel(
-    x_ptr,  # [num_tokens, K]
-    w_ptr,  # [NUM_EXPERTS, K]
-    bias_ptr,  # [NUM_EXPERTS] or None
-    sums_ptr,  # [SPLITS, num_tokens, PLACES], or None if a program has all of a token's
+    x_ptr,  # [num_tokens, k]
+    w_ptr,  # [num_experts, k]
+    bias_ptr,  # [num_experts] or None
+    sums_ptr,  # [splits, num_tokens, places], or None if a program has all of a token's
     arrived_ptr,  # [num_blocks], or None
-    experts_ptr,  # [num_tokens, TOP_K]
-    weights_ptr,  # [num_tokens, TOP_K]
+    experts_ptr,  # [num_tokens, top_k]
+    weights_ptr,  # [num_tokens, top_k]
     x_stride,
     w_stride,
     num_tokens,
     scale,
-    K: tl.constexpr,
-    NUM_EXPERTS: tl.constexpr,
-    NUM_GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    SIGMOID: tl.constexpr,  # of logits are the scores; otherwise their softmax
-    NORMALISED: tl.constexpr,
-    GROUPS: tl.constexpr,  # the powers of two that hold NUM_GROUPS and TOP_K
-    PLACES: tl.constexpr,
-    SLOTS: tl.constexpr,
-    ROWS: tl.constexpr,  # tokens whose experts are chosen at once,
-    CHUNKS: tl.constexpr,  # and how often
-    BLOCK_M: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    OVERLAP: tl.constexpr,
+    C: tl.constexpr,  # RouteConstants
 ):
-    SPAN: tl.constexpr = PLACES // GROUPS
-    GROUP_SIZE: tl.constexpr = NUM_EXPERTS // NUM_GROUPS
+    K: tl.constexpr = C.k
+    PLACES: tl.constexpr = C.places
+    SPLITS: tl.constexpr = C.splits
+    BLOCK_M: tl.constexpr = C.block_m
+    BLOCK_E: tl.constexpr = C.block_e
+    BLOCK_K: tl.constexpr = C.block_k
+    SPAN: tl.constexpr = C.span
+    GROUP_SIZE: tl.constexpr = C.group_size
     TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     PART_K: tl.constexpr = (TILES + SPLITS - 1) // SPLITS * BLOCK_K
     block = tl.program_id(0)
     split, first_place = tl.program_id(1) % SPLITS, tl.program_id(1) // SPLITS * BLOCK_E
     dims = tl.arange(0, BLOCK_K)
     own = first_place + tl.arange(0, BLOCK_E)
-    is_own = (own % SPAN < GROUP_SIZE) & (own // SPAN < NUM_GROUPS)
+    is_own = (own % SPAN < GROUP_SIZE) & (own // SPAN < C.num_groups)
     w_rows = own // SPAN * GROUP_SIZE + own % SPAN
     w_ptrs = w_ptr + (w_rows * w_stride)[None, :] + dims[:, None]
     tokens = block * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -230,13 +248,13 @@ def route_experts_kernel(
     sums = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     if PART_K == BLOCK_K:
         w = load_columns(w_ptrs, is_own[None, :], begin, dims[:, None], K, BLOCK_K)
-        if OVERLAP:
+        if C.overlap:
             gdc_launch_dependents()
             gdc_wait()
         x = load_columns(x_ptrs, mask, begin, dims[None, :], K, BLOCK_K)
         sums = multiply_tile(x, w, sums)
     else:
-        if OVERLAP:
+        if C.overlap:
             gdc_wait()
         for first in range(begin, tl.minimum(begin + PART_K, K), BLOCK_K):
             x = load_columns(x_ptrs, mask, first, dims[None, :], K, BLOCK_K)
@@ -252,15 +270,9 @@ def route_experts_kernel(
         if before < PARTS - 1:
             return
         tl.store(arrived_ptr + block, 0)
-        for chunk in range(CHUNKS):
-            some = block * BLOCK_M + chunk * ROWS + tl.arange(0, ROWS)
+        for chunk in range(C.chunks):
+            some = block * BLOCK_M + chunk * C.rows + tl.arange(0, C.rows)
             logits = add_sums(sums_ptr, some, num_tokens, PLACES, SPLITS)
-            write_choice(
-                logits, bias_ptr, experts_ptr, weights_ptr, some, num_tokens, scale,
-                NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUPS, TOP_K, SLOTS, SIGMOID, NORMALISED,
-            )  # fmt: skip
+            write_choice(logits, bias_ptr, experts_ptr, weights_ptr, some, num_tokens, scale, C)
     else:
-        write_choice(
-            sums, bias_ptr, experts_ptr, weights_ptr, tokens, num_tokens, scale,
-            NUM_EXPERTS, NUM_GROUPS, TOP_GROUPS, GROUPS, TOP_K, SLOTS, SIGMOID, NORMALISED,
-        )  # fmt: skip
+        write_choice(sums, bias_ptr, experts_ptr, weights_ptr, tokens, num_tokens, scale, C)

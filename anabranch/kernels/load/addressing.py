@@ -1,133 +1,106 @@
-"""Where rows lie: tensors with named strides, and keys in pages or in one long page."""
+"""Where the rows of a tile lie: keys in pages, in one long page, or in lists."""
 
-from __future__ import annotations
+from typing import Any, NamedTuple
 
-from typing import NamedTuple
-
-import torch
 import triton
 import triton.language as tl
+from triton import constexpr_function
 
-from anabranch.kernels.load.codec import decode_tile
-from anabranch.keys import KeyLists, KeyStore, KeyView, ScaleStore
-
-
-class Rows(NamedTuple):
-    """A tensor [tokens, heads, dims] and its strides, flat so that kernels can pass it on."""
-
-    ptr: torch.Tensor
-    token: int
-    head: int
-    dim: int
+from anabranch.kernels.constants import AttendConstants
 
 
-class StoreArguments(NamedTuple):
-    """A store as a kernel takes it; its format is a constant."""
+class Place(NamedTuple):
+    """Where the rows of a tile lie."""
 
-    ptr: torch.Tensor
-    page: int
-    key: int
-    head: int
-    dim: int
-    scales: ScaleStore | None
-
-
-class ListArguments(NamedTuple):
-    """Where listed keys lie, as KeyLists has it; sizes of pages and heads are constants."""
-
-    seqs: torch.Tensor | None  # [num_tokens]
-    pages: torch.Tensor | None  # [num_seqs, max_pages]
-    pages_stride: int
-    tokens_per_seq: int
-    width: int
-    page_step: int
-    key_step: int
-    head_step: int
+    keys: Any  # of each row, counted in the sequence
+    looked_up: Any  # keys that have a place: those of rows, none after the last; the even of pairs
+    pages: Any  # of these, or of the whole tile
+    last: Any  # the sequence's last key
+    box_row: Any  # of the first key, in boxes
 
 
-class ViewArguments(NamedTuple):
-    """The view of a source as a kernel takes it."""
-
-    k: StoreArguments
-    v: StoreArguments
-    table: torch.Tensor | None
-    log_weights: torch.Tensor | None  # in the shape of the table
-    lists: ListArguments | None = None  # the table then holds lists of keys, not of pages
-
-
-def store_arguments(store: KeyStore, native_fp8: bool = False) -> StoreArguments:
-    """A store without its format; float8 as bytes where the GPU has no such type."""
-    ptr = store.ptr
-    if ptr.dtype == torch.float8_e4m3fn and not native_fp8:
-        ptr = ptr.view(torch.uint8)
-    return StoreArguments(ptr, store.page, store.key, store.head, store.dim, store.scales)
-
-
-def view_arguments(view: KeyView, native_fp8: bool) -> ViewArguments:
-    """A view without what kernels know as constants."""
-    stores = (store_arguments(store, native_fp8) for store in (view.k, view.v))
-    return ViewArguments(*stores, view.page_table, view.log_weights)
-
-
-def list_arguments(lists: KeyLists) -> ListArguments:
-    """Lists without what kernels know as constants, and without the lists themselves."""
-    pages = lists.page_table
-    return ListArguments(
-        lists.seqs,
-        pages,
-        0 if pages is None else pages.stride(0),
-        lists.tokens_per_seq,
-        lists.indices.shape[1],
-        lists.page_step,
-        lists.key_step,
-        lists.head_step,
-    )
+@constexpr_function
+def in_one_page(constants: AttendConstants) -> bool:
+    """Whether a tile lies in one page, which is then looked up once, and not for each key."""
+    source = constants.source
+    return not source.is_plain and source.page_size % constants.tiles.block_n == 0
 
 
 @triton.jit
-def dim_ptrs(ptr, dim_stride, FIRST: tl.constexpr, WIDTH: tl.constexpr):
-    """Pointers [1, WIDTH] to dims [FIRST, FIRST + WIDTH) of the row at `ptr`."""
-    return ptr + ((FIRST + tl.arange(0, WIDTH)) * dim_stride)[None, :]
+def pair_rows(KEYS: tl.constexpr):
+    """The keys of the rows of a tile of pairs: 0, 2, ... 14, 1, 3, ... 15, and so on by 16.
 
-
-@triton.jit
-def load_rows(ptrs, offsets, FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr):
-    """Rows at `offsets` from `dim_ptrs`; dims beyond DIM are zero."""
-    ptrs = ptrs + offsets[:, None]
-    if FIRST + WIDTH > DIM:
-        rows = tl.load(ptrs, (FIRST + tl.arange(0, WIDTH) < DIM)[None, :], other=0.0)
-    else:
-        rows = tl.load(ptrs)
-    return rows
-
-
-@triton.jit
-def load_tile(
-    store, box, ptrs, place, scale_place, kv_head,
-    FIRST: tl.constexpr, WIDTH: tl.constexpr, DIM: tl.constexpr, DTYPE: tl.constexpr,
-    FORMAT: tl.constexpr, SCALED: tl.constexpr, BOXED: tl.constexpr,
-):  # fmt: skip
-    """Dims [FIRST, FIRST + WIDTH) of a tile of keys or values, as numbers of the queries' dtype.
-
-    Every tile comes through here, so this is where a format is decoded. `place` is the tile's first
-    row in the box, or the offset of each key from `ptrs`, and `scale_place` that of its first
-    scale. A tile that is not SCALED still lacks the scales of its keys: the caller applies them.
+    The matrix unit gives a thread rows g and g + 8 of 16.
     """
-    if BOXED:
-        tile = box.load([place, kv_head * store.head + FIRST])
+    rows = tl.arange(0, KEYS)
+    return rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2
+
+
+@triton.jit
+def keys_of_tile(index, C: tl.constexpr):
+    """The keys of a tile that have a place of their own: every key, or the even ones of pairs."""
+    if C.source.pairs:
+        return index * C.tiles.block_n + tl.arange(0, C.tiles.block_n // 2) * 2
     else:
-        tile = load_rows(ptrs, place, FIRST, WIDTH, DIM)
-    if FORMAT.scaling != "none":
-        scales = tile  # unused without scales
-        if FORMAT.scaling == "block":
-            FIRST_BLOCK: tl.constexpr = FIRST // FORMAT.block
-            BLOCKS: tl.constexpr = WIDTH // FORMAT.block
-            scale_ptrs = dim_ptrs(store.scales.ptr, store.scales.block, FIRST_BLOCK, BLOCKS)
-            scales = load_rows(scale_ptrs, scale_place, FIRST_BLOCK, BLOCKS, DIM // FORMAT.block)
-        elif SCALED:
-            scales = tl.load(store.scales.ptr + scale_place)[:, None]
-        tile = decode_tile(tile, scales, DTYPE, SCALED)
-    return tile
+        return index * C.tiles.block_n + tl.arange(0, C.tiles.block_n)
+
+
+@triton.jit
+def first_pages(index, block, given, C: tl.constexpr):
+    """The pages of the first tile. A list is read before its length is known."""
+    keys = index * C.tiles.block_n
+    if not in_one_page(C):
+        keys = keys_of_tile(index, C)
+    if C.source.lists is None:
+        keys = tl.minimum(keys, block.seq_len - 1)
+    return pages_of(keys, block, given, C)
+
+
+@triton.jit
+def next_keys(index, stop, block, C: tl.constexpr):
+    """The keys to look up of the tile after `index`: none after the last one.
+
+    Of lists, none after the last tile to attend to: what is listed there may not be in the cache.
+    """
+    keys = (index + 1) * C.tiles.block_n
+    if not in_one_page(C):
+        keys = keys_of_tile(index, C) + C.tiles.block_n
+    last = block.seq_len - 1
+    if C.source.lists is not None:
+        last = tl.maximum(stop * C.tiles.block_n - 1, 0)
+    return tl.minimum(keys, last)
+
+
+@triton.jit
+def pages_of(keys, block, given, C: tl.constexpr):
+    """The pages of keys, or where listed ones lie."""
+    LISTS: tl.constexpr = C.source.lists
+    view, stride = given.view, given.table_stride
+    if LISTS is not None:
+        pages = find_keys(keys, block.origin, block.seq_len, view.lists, view.table, stride, LISTS)
+    else:
+        pages = load_pages(keys, block.origin, view.table, stride, C.source.page_size)
+    return pages
+
+
+@triton.jit
+def place_tile(index, pages, box_row, block, C: tl.constexpr, BOXED: tl.constexpr):
+    """Where a tile lies. Keys after the last one read it again: cheaper than a masked copy."""
+    last = block.seq_len - 1
+    if C.source.pairs:
+        keys = index * C.tiles.block_n + pair_rows(C.tiles.block_n)
+        looked_up = keys_of_tile(index, C)
+    else:
+        keys = keys_of_tile(index, C)
+        looked_up = keys
+        if not BOXED:
+            looked_up = tl.minimum(keys, last)
+    if BOXED:
+        if C.source.is_paged:
+            box_row = pages * C.source.page_size + index * C.tiles.block_n % C.source.page_size
+        else:
+            box_row = box_row + index * C.tiles.block_n
+    return Place(keys, looked_up, pages, last, box_row)
 
 
 @triton.jit
@@ -170,33 +143,10 @@ def find_keys(places, row, count, lists, table_ptr, table_stride, LISTS: tl.cons
 
 
 @triton.jit
-def bounded(keys, stop, seq_len, C: tl.constexpr):
-    """Keys to look up: none after the last, or of lists, none after the last tile to attend to.
-
-    What is listed after that may not be in the cache.
-    """
-    last = seq_len - 1
-    if C.source.lists is not None:
-        last = tl.maximum(stop * C.tiles.block_n - 1, 0)
-    return tl.minimum(keys, last)
-
-
-@triton.jit
-def pages_of(keys, origin, seq_len, view, table_stride, C: tl.constexpr):
-    """The pages of keys, or where listed ones lie."""
-    LISTS: tl.constexpr = C.source.lists
-    if LISTS is not None:
-        pages = find_keys(keys, origin, seq_len, view.lists, view.table, table_stride, LISTS)
-    else:
-        pages = load_pages(keys, origin, view.table, table_stride, C.source.page_size)
-    return pages
-
-
-@triton.jit
-def key_offsets(keys, pages, page_stride, key_stride, table_ptr, C: tl.constexpr):
+def key_offsets(keys, pages, page_stride, key_stride, C: tl.constexpr):
     """Element offsets (int64) of keys in their pages; wide pages span 2^31 elements or more."""
     rows = keys.to(tl.int64) * key_stride
-    if table_ptr is not None:
+    if C.source.is_paged:
         rows = (keys.to(tl.uint32) % C.source.page_size).to(
             tl.int64 if C.source.wide_pages else tl.int32
         )

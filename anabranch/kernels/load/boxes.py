@@ -36,7 +36,7 @@ def boxes_of(view: KeyView, constants: AttendConstants) -> Boxes | None:
     exact = c.head_dim_k == tiles.dk_main + tiles.dk_rest and c.head_dim_v == tiles.block_dv
     if not exact or not _is_regular(view):
         return None
-    num_heads = 1 if view.values_in_keys else c.num_kv_heads
+    num_heads = view.k.ptr.shape[-2]
     for store in (view.k, view.v):
         if store.ptr.data_ptr() % 16:
             return None

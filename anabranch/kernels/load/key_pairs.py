@@ -12,38 +12,27 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.load.addressing import key_offsets
-from anabranch.kernels.load.packed_codes import (
+from anabranch.kernels.load.code_halves import (
     halves_of_e4m3,
     halves_of_int8,
-    in_words,
-    permute_dims,
     transposed_halves,
 )
-from anabranch.kernels.load.scales import head_offset
+from anabranch.kernels.load.packed_codes import permute_dims, word_rows, words_of
+from anabranch.kernels.load.scales import head_offset, scaled_by_key
 from anabranch.keys import KeyView
 
 WIDTH: tl.constexpr = tl.constexpr(128)
 
 
-def in_pairs(view: KeyView) -> bool:
-    """Whether keys and values are codes that can be loaded by pairs."""
+def in_pairs(view: KeyView, itemsize: int = 2) -> bool:
+    """Whether keys and values are codes that are loaded by pairs, for such queries."""
     stores = (view.k, view.v)
     return (
-        not view.values_in_keys
-        and view.page_size % 2 == 0
-        and all(in_words(x) and x.ptr.shape[-1] == WIDTH.value for x in stores)
+        view.page_size % 2 == 0
+        and all(words_of(view, itemsize))
+        and all(x.ptr.shape[-1] == WIDTH.value for x in stores)
         and all(x.format.scaling != "block" for x in stores)
     )
-
-
-@triton.jit
-def pair_rows(KEYS: tl.constexpr):
-    """The keys of the rows of a tile: 0, 2, ... 14, 1, 3, ... 15, and so on by 16.
-
-    The matrix unit gives a thread rows g and g + 8 of 16.
-    """
-    rows = tl.arange(0, KEYS)
-    return rows // 16 * 16 + rows % 8 * 2 + rows // 8 % 2
 
 
 @triton.jit
@@ -86,18 +75,14 @@ def restore_sums(x):
 
 
 @triton.jit
-def load_pair_words(
-    store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr,
-    BOUNDED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def load_pair_words(columns, at, BOUNDED: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """Words [pairs, 32] of even keys, and those of odd ones: BOUNDED, none after the last key.
 
     Otherwise one key after the last may be read: it lies in the same page, written or not.
     """
-    ptr = tl.cast(store.ptr, tl.pointer_type(tl.int32), bitcast=True)
-    ptr += kv_head.to(tl.int64) * (store.head // 4)
-    evens = tl.minimum(keys, last // 2 * 2)
-    places = key_offsets(evens, pages, page_stride // 4, key_stride // 4, table_ptr, C)
+    ptr, page, key = word_rows(columns, SIDE)
+    evens = tl.minimum(at.looked_up, at.last // 2 * 2)
+    places = key_offsets(evens, at.pages, page, key, C)
     # A fourth axis: of three, Triton keeps the first one outermost in shared memory. So halves of
     # rows are next to each other there, and threads read them from different banks.
     halves = tl.arange(0, 2)[None, :, None, None] * 16
@@ -105,25 +90,12 @@ def load_pair_words(
     ptrs += places[:, None, None, None]
     even = tl.load(ptrs)
     if BOUNDED:
-        steps = tl.where(evens < last, key_stride // 4, 0)
+        steps = tl.where(evens < at.last, key, 0)
         odd = tl.load(ptrs + steps[:, None, None, None])
     else:
-        odd = tl.load(ptrs + key_stride // 4)
-    PAIRS: tl.constexpr = keys.shape[0]
+        odd = tl.load(ptrs + key)
+    PAIRS: tl.constexpr = at.looked_up.shape[0]
     return tl.reshape(even, [PAIRS, 32]), tl.reshape(odd, [PAIRS, 32])
-
-
-@triton.jit
-def load_key_pairs(
-    store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr,
-    FORMAT: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """A tile [2 * pairs, 128] of keys as float16."""
-    even, odd = load_pair_words(
-        store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr, False, C
-    )
-    tile = join_rows(halves_of_words(even, FORMAT, C), halves_of_words(odd, FORMAT, C))
-    return permute_dims(tile, True)
 
 
 @triton.jit
@@ -137,39 +109,73 @@ def halves_of_words(words, FORMAT: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def load_key_pairs(
+    columns,
+    at,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SIDE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """A tile [2 * pairs, 128] of keys as float16; `load_pair_scales` finds scales by itself."""
+    even, odd = load_pair_words(columns, at, False, SIDE, C)
+    FORMAT: tl.constexpr = SIDE.format
+    tile = join_rows(halves_of_words(even, FORMAT, C), halves_of_words(odd, FORMAT, C))
+    return permute_dims(tile, True), at.keys
+
+
+@triton.jit
 def load_value_pairs(
-    store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr,
-    FORMAT: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
-    """A tile [2 * pairs, 128] of values as float16, in the order of `order_weights`."""
-    PAIRS: tl.constexpr = keys.shape[0]
-    even, odd = load_pair_words(
-        store, keys, last, pages, page_stride, key_stride, kv_head, table_ptr, FORMAT.is_fp8, C
-    )
-    PACKED: tl.constexpr = C.source.packed and (C.source.native_fp8 or not FORMAT.is_fp8)
-    a, e, b, f, c, g, d, h = transposed_halves(even, odd, FORMAT.is_fp8, PACKED)
+    columns,
+    at,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SIDE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """A tile [2 * pairs, 128] of values as float16, in the order of `order_weights`; its scales."""
+    PAIRS: tl.constexpr = at.looked_up.shape[0]
+    IS_FP8: tl.constexpr = SIDE.format.is_fp8
+    even, odd = load_pair_words(columns, at, IS_FP8, SIDE, C)
+    PACKED: tl.constexpr = C.source.packed and (C.source.native_fp8 or not IS_FP8)
+    a, e, b, f, c, g, d, h = transposed_halves(even, odd, IS_FP8, PACKED)
     a, b, c, d = tl.join(a, e), tl.join(b, f), tl.join(c, g), tl.join(d, h)
     tile = tl.join(tl.join(a, c), tl.join(b, d))  # pair, word, key of two, dim of four
     tile = tl.reshape(tile, [PAIRS // 8, 2, 4, 4, 8, 2, 2, 2])
     tile = tl.permute(tile, [6, 3, 7, 4, 0, 2, 1, 5])
-    return tl.trans(tl.reshape(tile, [WIDTH, 2 * PAIRS]))
+    tile = tl.trans(tl.reshape(tile, [WIDTH, 2 * PAIRS]))
+    scales = at.keys  # unused without scales
+    if scaled_by_key(SIDE, DTYPE):
+        scales = load_pair_scales(columns, at, scales, DTYPE, SIDE, C)
+        scales = tl.where(at.keys <= at.last, scales, 0.0)
+    return tile, scales
 
 
 @triton.jit
-def load_pair_scales(
-    store, strides, keys, last, pages, kv_head, table_ptr, BY_KEY: tl.constexpr, C: tl.constexpr
-):
+def load_pair_scales(columns, at, places, DTYPE: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
     """The scale of each key in the order of `pair_rows`, or None; any number after the last key."""
     scales = None
-    if BY_KEY:
-        keys = tl.minimum(keys, last // 2 * 2)
-        places = key_offsets(keys, pages, strides[0], strides[1], table_ptr, C)
-        if strides[0] % 2 == 0 and strides[1] % 2 == 1:
+    if scaled_by_key(SIDE, DTYPE):
+        STRIDES: tl.constexpr = SIDE.scale_strides
+        keys = tl.minimum(at.looked_up, at.last // 2 * 2)
+        places = key_offsets(keys, at.pages, STRIDES[0], STRIDES[1], C)
+        if STRIDES[0] % 2 == 0 and STRIDES[1] % 2 == 1:
             places = tl.multiple_of(places, 2)
-        ptr = store.scales.ptr + head_offset(store, strides, kv_head)
+        ptr = columns.store.scales.ptr + head_offset(columns, SIDE)
         both = tl.arange(0, 2)[None, :]
-        scales = tl.load(ptr + places[:, None] + both * strides[1])
+        scales = tl.load(ptr + places[:, None] + both * STRIDES[1])
         PAIRS: tl.constexpr = keys.shape[0]
         scales = tl.permute(tl.reshape(scales, [PAIRS // 8, 8, 2]), [0, 2, 1])
         scales = tl.reshape(scales, [2 * PAIRS])
+    return scales
+
+
+@triton.jit
+def given_pair_scales(columns, at, given, DTYPE: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
+    """The scales that `load_value_pairs` loaded with its tile, or None."""
+    scales = None
+    if scaled_by_key(SIDE, DTYPE):
+        scales = given
     return scales

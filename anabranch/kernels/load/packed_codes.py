@@ -7,9 +7,21 @@ instruction. Queries are then float16 too, in units of their rows.
 import triton
 import triton.language as tl
 
-from anabranch.kernels.load.addressing import dim_ptrs, key_offsets
-from anabranch.kernels.load.codec import from_e4m3
-from anabranch.keys import KeyStore
+from anabranch.kernels.load.addressing import key_offsets
+from anabranch.kernels.load.code_halves import (
+    halves_of_e4m3,
+    halves_of_int8,
+    scaled_halves_of_int8,
+)
+from anabranch.kernels.load.rows import dim_ptrs
+from anabranch.kernels.load.scales import scale_offsets
+from anabranch.keys import KeyStore, KeyView
+
+
+def words_of(view: KeyView, itemsize: int) -> tuple[bool, bool]:
+    """Whether codes of keys, and of values, are loaded four at a time, for such queries."""
+    may = itemsize == 2 and not view.values_in_keys
+    return may and in_words(view.k), may and in_words(view.v)
 
 
 def in_words(store: KeyStore) -> bool:
@@ -30,156 +42,6 @@ def unit_of(size):
 
 
 @triton.jit
-def halves_of_int8(words, PACKED: tl.constexpr):
-    """The four int8 codes of each word as float16, lowest byte first."""
-    if PACKED:
-        # 0x6400 | x is the half 1024 + x, for a code with its sign bit turned over
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 codes, magic, low, high;
-            xor.b32 codes, $4, 0x80808080;
-            mov.b32 magic, 0x64646464;
-            prmt.b32 low, codes, magic, 0x4140;
-            prmt.b32 high, codes, magic, 0x4342;
-            mov.b32 magic, 0x64806480;
-            sub.f16x2 low, low, magic;
-            sub.f16x2 high, high, magic;
-            mov.b32 {$0, $1}, low;
-            mov.b32 {$2, $3}, high; }""",
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return (
-            ((words << 24) >> 24).to(tl.float16),
-            ((words << 16) >> 24).to(tl.float16),
-            ((words << 8) >> 24).to(tl.float16),
-            (words >> 24).to(tl.float16),
-        )
-
-
-@triton.jit
-def scaled_halves_of_int8(words, scales, PACKED: tl.constexpr):
-    """The four int8 codes of each word times its float16 scale."""
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 codes, magic, low, high, scale;
-            xor.b32 codes, $4, 0x80808080;
-            mov.b32 magic, 0x64646464;
-            prmt.b32 low, codes, magic, 0x4140;
-            prmt.b32 high, codes, magic, 0x4342;
-            mov.b32 magic, 0x64806480;
-            sub.f16x2 low, low, magic;
-            sub.f16x2 high, high, magic;
-            mov.b32 scale, {$5, $5};
-            mul.f16x2 low, low, scale;
-            mul.f16x2 high, high, scale;
-            mov.b32 {$0, $1}, low;
-            mov.b32 {$2, $3}, high; }""",
-            "=h,=h,=h,=h,r,h",
-            [words, scales],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        a, b, c, d = halves_of_int8(words, False)
-        return a * scales, b * scales, c * scales, d * scales
-
-
-@triton.jit
-def halves_of_e4m3(words, PACKED: tl.constexpr):
-    """The four e4m3 codes of each word as float16, lowest byte first."""
-    if PACKED:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b16 first, second; .reg .b32 low, high;
-            mov.b32 {first, second}, $4;
-            cvt.rn.f16x2.e4m3x2 low, first;
-            cvt.rn.f16x2.e4m3x2 high, second;
-            mov.b32 {$0, $1}, low;
-            mov.b32 {$2, $3}, high; }""",
-            "=h,=h,=h,=h,r",
-            [words],
-            dtype=(tl.float16, tl.float16, tl.float16, tl.float16),
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        return (
-            from_e4m3(words & 0xFF),
-            from_e4m3((words >> 8) & 0xFF),
-            from_e4m3((words >> 16) & 0xFF),
-            from_e4m3((words >> 24) & 0xFF),
-        )
-
-
-@triton.jit
-def transposed_halves(even, odd, IS_FP8: tl.constexpr, PACKED: tl.constexpr):
-    """The codes of words of two keys as float16: the first code of each key, then the second, ...
-
-    Two keys share a register, as the matrix unit takes a tile whose rows are dims.
-    """
-    if PACKED and IS_FP8:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 low, high; .reg .b16 first, second, third, fourth;
-            prmt.b32 low, $8, $9, 0x5140;
-            prmt.b32 high, $8, $9, 0x7362;
-            mov.b32 {first, second}, low;
-            mov.b32 {third, fourth}, high;
-            cvt.rn.f16x2.e4m3x2 low, first;
-            mov.b32 {$0, $1}, low;
-            cvt.rn.f16x2.e4m3x2 low, second;
-            mov.b32 {$2, $3}, low;
-            cvt.rn.f16x2.e4m3x2 low, third;
-            mov.b32 {$4, $5}, low;
-            cvt.rn.f16x2.e4m3x2 low, fourth;
-            mov.b32 {$6, $7}, low; }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [even, odd],
-            dtype=(tl.float16,) * 8,
-            is_pure=True,
-            pack=1,
-        )
-    elif PACKED:
-        return tl.inline_asm_elementwise(
-            """{ .reg .b32 low, high, magic, bias, pair;
-            prmt.b32 low, $8, $9, 0x5140;
-            prmt.b32 high, $8, $9, 0x7362;
-            xor.b32 low, low, 0x80808080;
-            xor.b32 high, high, 0x80808080;
-            mov.b32 magic, 0x64646464;
-            mov.b32 bias, 0x64806480;
-            prmt.b32 pair, low, magic, 0x4140;
-            sub.f16x2 pair, pair, bias;
-            mov.b32 {$0, $1}, pair;
-            prmt.b32 pair, low, magic, 0x4342;
-            sub.f16x2 pair, pair, bias;
-            mov.b32 {$2, $3}, pair;
-            prmt.b32 pair, high, magic, 0x4140;
-            sub.f16x2 pair, pair, bias;
-            mov.b32 {$4, $5}, pair;
-            prmt.b32 pair, high, magic, 0x4342;
-            sub.f16x2 pair, pair, bias;
-            mov.b32 {$6, $7}, pair; }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r",
-            [even, odd],
-            dtype=(tl.float16,) * 8,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        if IS_FP8:
-            a, b, c, d = halves_of_e4m3(even, False)
-            e, f, g, h = halves_of_e4m3(odd, False)
-        else:
-            a, b, c, d = halves_of_int8(even, False)
-            e, f, g, h = halves_of_int8(odd, False)
-        return a, e, b, f, c, g, d, h
-
-
-@triton.jit
 def permute_dims(x, NARROW: tl.constexpr):
     """Dims in the order in which a thread's 16 bytes of codes are its operands of four products.
 
@@ -197,9 +59,13 @@ def permute_dims(x, NARROW: tl.constexpr):
 
 @triton.jit
 def decode_words(
-    words, scales, IS_FP8: tl.constexpr, PERMUTED: tl.constexpr,
-    PACKED: tl.constexpr, NATIVE_FP8: tl.constexpr,
-):  # fmt: skip
+    words,
+    scales,
+    IS_FP8: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    PACKED: tl.constexpr,
+    NATIVE_FP8: tl.constexpr,
+):
     """A tile [keys, dims] of float16 numbers from words [keys, dims / 4] of codes.
 
     Numbers are multiplied by float16 scales [keys, blocks] where there are some.
@@ -219,30 +85,77 @@ def decode_words(
 
 
 @triton.jit
+def word_rows(columns, SIDE: tl.constexpr):
+    """Pointer to the words of a head, and strides of pages and keys in words."""
+    store = columns.store
+    ptr = tl.cast(store.ptr, tl.pointer_type(tl.int32), bitcast=True)
+    ptr += columns.kv_head.to(tl.int64) * (store.head // 4)
+    page, key = store.page, store.key
+    if SIDE.strides is not None:
+        page, key = SIDE.strides[0], SIDE.strides[1]
+    return ptr, page // 4, key // 4
+
+
+@triton.jit
 def load_words(
-    store, keys, pages, page_stride, key_stride, kv_head, scale_place, table_ptr,
-    WIDTH: tl.constexpr, FORMAT: tl.constexpr, PERMUTED: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+    columns,
+    at,
+    WIDTH: tl.constexpr,
+    PERMUTED: tl.constexpr,
+    SIDE: tl.constexpr,
+    C: tl.constexpr,
+):
     """A tile of codes as float16 numbers, loaded four at a time; scaled where blocks have scales.
 
     There a number beyond float16's range is read as one almost as large as float16 has.
     """
-    ptr = tl.cast(store.ptr, tl.pointer_type(tl.int32), bitcast=True)
-    ptr += kv_head.to(tl.int64) * (store.head // 4)
-    places = key_offsets(keys, pages, page_stride // 4, key_stride // 4, table_ptr, C)
+    scale_places = scale_offsets(columns, at, SIDE, C)
+    ptr, page, key = word_rows(columns, SIDE)
+    places = key_offsets(at.looked_up, at.pages, page, key, C)
     if WIDTH == 128:
         # In halves: 8 threads then read or write two rows of a tile, from different banks.
-        columns = ptr + tl.arange(0, 16)[None, :] + places[:, None]
-        halves = tl.join(tl.load(columns), tl.load(columns + 16))
+        halves = ptr + tl.arange(0, 16)[None, :] + places[:, None]
+        halves = tl.join(tl.load(halves), tl.load(halves + 16))
         words = tl.reshape(tl.permute(halves, [0, 2, 1]), [places.shape[0], 32])
     else:
         words = tl.load(ptr + tl.arange(0, WIDTH // 4)[None, :] + places[:, None])
     scales = None
+    FORMAT: tl.constexpr = SIDE.format
     if FORMAT.scaling == "block":
         BLOCKS: tl.constexpr = WIDTH // FORMAT.block
+        store = columns.store
         scale_ptrs = dim_ptrs(store.scales.ptr, store.scales.block, 0, BLOCKS)
-        scales = tl.load(scale_ptrs + scale_place[:, None])
+        scales = tl.load(scale_ptrs + scale_places[:, None])
         scales = tl.minimum(scales, tl.full([], 511.0, tl.float16))  # times 128 float16 holds it
-    return decode_words(
+    tile = decode_words(
         words, scales, FORMAT.is_fp8, PERMUTED, C.source.packed, C.source.native_fp8
     )
+    return tile, scale_places
+
+
+@triton.jit
+def load_key_words(
+    columns,
+    at,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SIDE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """A tile of keys, its dims in the order of `permute_dims`."""
+    return load_words(columns, at, WIDTH, True, SIDE, C)
+
+
+@triton.jit
+def load_value_words(
+    columns,
+    at,
+    FIRST: tl.constexpr,
+    WIDTH: tl.constexpr,
+    DTYPE: tl.constexpr,
+    SIDE: tl.constexpr,
+    C: tl.constexpr,
+):
+    """A tile of values."""
+    return load_words(columns, at, WIDTH, False, SIDE, C)

@@ -7,56 +7,54 @@ from anabranch.kernels.load.addressing import key_offsets
 
 
 @triton.constexpr_function
-def scaled_as_tile(store_format, has_values, dtype):
+def scaled_as_tile(side, dtype):
     """Whether scales are multiplied into a tile, and not into scores or weights.
 
     Those of blocks are; and those of values for float16, in which a small scale of a weight would
-    underflow.
+    underflow. Words are converted with the scales of their blocks.
     """
-    if store_format.scaling == "block":
+    if side.words:
+        return False
+    if side.format.scaling == "block":
         return True
-    return store_format.scaling != "none" and has_values and dtype == tl.float16
+    return side.format.scaling != "none" and side.has_values and dtype == tl.float16
 
 
 @triton.constexpr_function
-def scaled_by_key(store_format, words, scaled):
+def scaled_by_key(side, dtype):
     """Whether scores or weights of a tile are multiplied by the scale of each key.
 
     The one scale of a tensor of words is multiplied in once, not for each key.
     """
-    if words:
-        return store_format.scaling == "key"
-    return store_format.scaling != "none" and not scaled
+    if side.words:
+        return side.format.scaling == "key"
+    return side.format.scaling != "none" and not scaled_as_tile(side, dtype)
 
 
 @triton.jit
-def load_folded(store, places, BY_KEY: tl.constexpr):
-    """The scale of each key that its tile lacks, or None."""
+def load_scales(columns, at, places, DTYPE: tl.constexpr, SIDE: tl.constexpr, C: tl.constexpr):
+    """The scale of each key that its tile lacks, or None; `places` as `scale_offsets` has them."""
     scales = None
-    if BY_KEY:
-        scales = tl.load(store.scales.ptr + places)
+    if scaled_by_key(SIDE, DTYPE):
+        scales = tl.load(columns.store.scales.ptr + places)
     return scales
 
 
 @triton.jit
-def scale_offsets(
-    store, strides, keys, pages, kv_head, table_ptr, FORMAT: tl.constexpr, C: tl.constexpr
-):
-    """Element offsets (int64) of the first scale of one head of each key.
-
-    `strides` are those of pages, keys and, unless heads lie first, of heads, as constants.
-    """
-    offsets = keys  # unused without scales
-    if FORMAT.scaling != "none":
-        offsets = key_offsets(keys, pages, strides[0], strides[1], table_ptr, C)
-        offsets += head_offset(store, strides, kv_head)
+def scale_offsets(columns, at, SIDE: tl.constexpr, C: tl.constexpr):
+    """Element offsets (int64) of the first scale of one head of each key."""
+    offsets = at.looked_up  # unused without scales
+    if SIDE.format.scaling != "none":
+        STRIDES: tl.constexpr = SIDE.scale_strides
+        offsets = key_offsets(at.looked_up, at.pages, STRIDES[0], STRIDES[1], C)
+        offsets += head_offset(columns, SIDE)
     return offsets
 
 
 @triton.jit
-def head_offset(store, strides, kv_head):
+def head_offset(columns, SIDE: tl.constexpr):
     """The element offset (int64) of the scales of a head."""
-    head = store.scales.head
-    if strides[2] is not None:
-        head = strides[2]
-    return kv_head.to(tl.int64) * head
+    head = columns.store.scales.head
+    if SIDE.scale_strides[2] is not None:
+        head = SIDE.scale_strides[2]
+    return columns.kv_head.to(tl.int64) * head

@@ -1,35 +1,22 @@
-"""Fixed parts of one pair, left by several workers, merged in groups and then the groups.
+"""Fixed parts of one block and kv head, left by several workers, merged in groups.
 
 A group that one worker holds whole was left as one state, in its first part's slot. Of the others
-every part was left; whoever arrives last at such a group merges it into its first part's slot. Who
-brings the last group merges the groups. So the order and the operations of the merge depend on the
-parts alone, and no more is loaded than was left.
+every part was left; the worker that arrives last at such a group merges it into its first part's
+slot. The worker that completes the last group merges all groups. So the order and the operations of
+the merge depend on the parts alone, and no more is loaded than was left.
 """
 
 import triton
 import triton.language as tl
 
-from anabranch.kernels.parts.merge_tree import arrive, merge_node
-from anabranch.kernels.parts.slots import slot_of
+from anabranch.kernels.parts.join import arrive, merge_node
 
 
 @triton.jit
-def merge_groups(
-    part,
-    count,
-    num_parts,
-    first_slot,
-    first_row,
-    num_rows,
-    q_start,
-    kv_head,
-    parts,
-    out_rows,
-    lse_rows,
-    C: tl.constexpr,
-):
-    """Arrive with the parts [part, part + count) of a pair; who is the last of all writes."""
+def merge_groups(item, results, C: tl.constexpr):
+    """Arrive with the parts of an item; the worker that is the last of all writes."""
     SIZE: tl.constexpr = C.merging.group_parts
+    part, count, num_parts = item.part, item.count, item.num_parts
     num_groups = tl.cdiv(num_parts, SIZE)
     stop = part + count
     # A turn for each group that has held parts, and after them one for the merge of groups.
@@ -46,13 +33,9 @@ def merge_groups(
         held = tl.where(is_top, brought, held)
         is_whole = (held == children) & (turn < top)
         brought += is_whole.to(tl.int32)
-        if (held > 0) & (is_whole == 0):
+        if (held > 0) & (is_whole == 0):  # noqa: SIM102 - `and` would arrive in any case
             # a slot of no other group; that of all groups is a group's first
-            counter = parts.counters + slot_of(node + span, first_slot, kv_head, C)
-            if arrive(counter, held, children):
-                merge_node(
-                    node, span, children, is_top | (num_groups == 1), first_slot, first_row,
-                    num_rows, q_start, kv_head, parts, out_rows, lse_rows, C,
-                )  # fmt: skip
+            if arrive(node + span, held, children, item, results.parts, C):
+                merge_node(node, span, children, is_top | (num_groups == 1), item, results, C)
                 brought += 1
         turn += 1

@@ -8,16 +8,16 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.constants import AttendConstants
-from anabranch.kernels.load.addressing import Rows
-from anabranch.kernels.parts.merge_tree import merge_children
-from anabranch.kernels.parts.output import write_rows
-from anabranch.kernels.parts.slots import Parts, slot_of, store_slot
+from anabranch.kernels.load.arguments import Rows
+from anabranch.kernels.parts.join import merge_children
+from anabranch.kernels.parts.slots import Parts, StateRows, rows_left, store_slot, write_rows
 from anabranch.kernels.schedule.schedule_layout import (
     part_tiles_of,
     parts_of,
     read_block,
     read_header,
 )
+from anabranch.kernels.schedule.walk import Item
 from anabranch.launches.recorder import launch
 from anabranch.state import AttentionState
 
@@ -45,50 +45,53 @@ def merge_parts(
 
 
 @triton.jit
-def merge_parts_kernel(out_rows, lse_rows, schedule_ptr, parts, C: tl.constexpr):
+def merge_parts_kernel(
+    out_rows,  # Rows [num_tokens, num_heads, head_dim_v]
+    lse_rows,  # Rows [num_tokens, num_heads, 1]
+    schedule_ptr,  # as schedule.py lays it out
+    parts,  # Parts
+    C: tl.constexpr,  # AttendConstants
+):
     """Merge the parts of all blocks that have several."""
     if C.overlap:
         gdc_wait()
+    results = StateRows(out_rows, lse_rows, parts)
     kv_head = tl.program_id(0)
-    share, _, num_blocks, _, _, num_rounds = read_header(schedule_ptr)
-    if num_rounds > 0:
+    header = read_header(schedule_ptr)
+    num_blocks = header.num_blocks
+    if header.num_rounds > 0:
         num_blocks = 0  # all were dealt out whole
     ROUNDS: tl.constexpr = C.tiles.block_m // C.merging.rows
-    for item in range(tl.program_id(1), num_blocks * ROUNDS, tl.num_programs(1)):
-        _, first_row, q_start, q_len, _, first_tile, num_tiles, first_unit = read_block(
-            schedule_ptr, item // ROUNDS, C
-        )
-        row = item % ROUNDS * C.merging.rows
-        num_rows = q_len * C.group
-        left = tl.minimum(num_rows - first_row, C.tiles.block_m)
-        if (num_tiles > 0) & (row < left):
-            place = num_rows, first_tile, num_tiles, first_unit
-            num_parts, first_slot = parts_of(schedule_ptr, share, place, C)
+    for turn in range(tl.program_id(1), num_blocks * ROUNDS, tl.num_programs(1)):
+        block = read_block(schedule_ptr, turn // ROUNDS, C)
+        row = turn % ROUNDS * C.merging.rows
+        left = tl.minimum(rows_left(block, C), C.tiles.block_m)
+        if (block.num_tiles > 0) & (row < left):
+            num_parts, first_slot = parts_of(schedule_ptr, header.share, block, C)
             if num_parts > 1:
+                item = Item(block, kv_head, 0, 0, 0, num_parts, num_parts, 0, first_slot)
                 rows = row + tl.arange(0, C.merging.rows)
                 span = 1
                 children = num_parts
                 if C.division.folds_parts:
                     span = C.merging.group_parts
                     children = tl.cdiv(num_parts, C.merging.group_parts)
-                    merge_shared(share, place, num_parts, first_slot, kv_head, rows, left, parts, C)
-                out, lse = merge_children(
-                    0, span, children, first_slot, kv_head, rows, left, parts, C
-                )
-                rows += first_row
-                write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+                    merge_shared(header.share, rows, left, item, parts, C)
+                out, lse = merge_children(0, span, children, rows, left, item, parts, C)
+                write_rows(out, lse, rows + block.first_row, item, results, C)
 
 
 @triton.jit
-def merge_shared(share, block, num_parts, first_slot, kv_head, rows, left, parts, C: tl.constexpr):
+def merge_shared(share, rows, left, item, parts, C: tl.constexpr):
     """Merge some rows of the groups whose fixed parts are of several workers, each to one state."""
-    num_rows, _, num_tiles, first_unit = block
-    size = part_tiles_of(num_tiles, num_rows, C)
-    for node in range(0, num_parts, C.merging.group_parts):
-        children = tl.minimum(num_parts - node, C.merging.group_parts)
-        first, last = first_unit + node * size, first_unit + (node + children - 1) * size
+    block = item.block
+    size = part_tiles_of(block.num_tiles, block.q_len * C.group, C)
+    for node in range(0, item.num_parts, C.merging.group_parts):
+        children = tl.minimum(item.num_parts - node, C.merging.group_parts)
+        first = block.first_unit + node * size
+        last = block.first_unit + (node + children - 1) * size
         if first // share != last // share:
-            out, lse = merge_children(node, 1, children, first_slot, kv_head, rows, left, parts, C)
+            out, lse = merge_children(node, 1, children, rows, left, item, parts, C)
             tl.debug_barrier()  # the first part's slot has been read
-            store_slot(out, lse, slot_of(node, first_slot, kv_head, C), rows, left, parts, C)
+            store_slot(out, lse, node, rows, left, item, parts, C)
     tl.debug_barrier()  # merges of other rows are stored by other threads

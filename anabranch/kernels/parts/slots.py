@@ -9,15 +9,24 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.constants import AttendConstants
+from anabranch.kernels.load.arguments import Rows
 from anabranch.keys import KeySource
 
 
 class Parts(NamedTuple):
-    """Where parts wait for their merge."""
+    """Slots in which parts wait for their merge."""
 
     outs: torch.Tensor  # float32 [num_slots, block_m, block_dv]
     lses: torch.Tensor  # float32 [num_slots, block_m]
     counters: torch.Tensor  # int32 [num_slots], all 0 between launches
+
+
+class StateRows(NamedTuple):
+    """Where states go: rows [num_tokens, num_heads, ...] of the output, or slots."""
+
+    out: Rows
+    lse: Rows
+    parts: Parts
 
 
 def num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
@@ -43,7 +52,7 @@ def num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:
 def slot_of(part, first_slot, kv_head, C: tl.constexpr):
     """The slot of a part (int64). With fixed parts every unit of work has one for each kv head.
 
-    Otherwise first_slot is the pair's first worker; a worker may end one pair and begin another,
+    Otherwise first_slot is the block's first worker; a worker may end one block and begin another,
     so it has two.
     """
     slot = first_slot + part
@@ -53,17 +62,45 @@ def slot_of(part, first_slot, kv_head, C: tl.constexpr):
 
 
 @triton.jit
-def store_slot(out, lse, slot, rows, num_rows, parts, C: tl.constexpr):
-    """Write those of a part's rows that belong to somebody into its slot."""
-    inside = rows < num_rows
-    rows = slot * C.tiles.block_m + rows
-    dims = tl.arange(0, C.tiles.block_dv)
-    tl.store(parts.outs + rows[:, None] * C.tiles.block_dv + dims[None, :], out, inside[:, None])
-    tl.store(parts.lses + rows, lse, inside)
+def slot_rows(part, rows, item, C: tl.constexpr):
+    """Where rows of a part wait (int64)."""
+    return slot_of(part, item.first_slot, item.kv_head, C) * C.tiles.block_m + rows
 
 
 @triton.jit
-def leave_part(out, lse, part, first_slot, kv_head, num_rows, parts, C: tl.constexpr):
-    """Leave a part where the tree looks for it."""
-    rows = tl.arange(0, C.tiles.block_m)
-    store_slot(out, lse, slot_of(part, first_slot, kv_head, C), rows, num_rows, parts, C)
+def rows_left(block, C: tl.constexpr):
+    """Rows of a block's sequence from its first one on; those of the block are BLOCK_M at most."""
+    return block.q_len * C.group - block.first_row
+
+
+@triton.jit
+def store_slot(out, lse, part, rows, num_rows, item, parts, C: tl.constexpr):
+    """Write the rows of a part below `num_rows`, which belong to a token, into its slot."""
+    places = slot_rows(part, rows, item, C)
+    inside = rows < num_rows
+    dims = tl.arange(0, C.tiles.block_dv)
+    tl.store(parts.outs + places[:, None] * C.tiles.block_dv + dims[None, :], out, inside[:, None])
+    tl.store(parts.lses + places, lse, inside)
+
+
+@triton.jit
+def leave_part(out, lse, part, item, parts, C: tl.constexpr):
+    """Leave a part of an item's block where the merge looks for it."""
+    left = rows_left(item.block, C)
+    store_slot(out, lse, part, tl.arange(0, C.tiles.block_m), left, item, parts, C)
+
+
+@triton.jit
+def write_rows(out, lse, rows, item, results, C: tl.constexpr):
+    """Write finished rows of an item's sequence; those after its last belong to no token."""
+    outs, lses = results.out, results.lse
+    num_rows = item.block.q_len * C.group
+    tokens = (item.block.q_start + rows // C.group).to(tl.int64)
+    heads = item.kv_head * C.group + rows % C.group
+    dims = tl.arange(0, C.tiles.block_dv)
+    inside = rows < num_rows
+    offsets = tokens * outs.token + heads.to(tl.int64) * outs.head
+    ptrs = outs.ptr + offsets[:, None] + (dims * outs.dim)[None, :]
+    mask = inside[:, None] & (dims < C.head_dim_v)[None, :]
+    tl.store(ptrs, out.to(outs.ptr.dtype.element_ty), mask)
+    tl.store(lses.ptr + tokens * lses.token + heads.to(tl.int64) * lses.head, lse, inside)

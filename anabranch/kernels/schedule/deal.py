@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from anabranch.kernels.schedule.schedule_layout import LEVELS, RECORD, pair_of, units_of
+from anabranch.kernels.schedule.schedule_layout import LEVELS, RECORD, place_in_round, units_of
 
 
 @triton.jit
@@ -52,7 +52,7 @@ def tiles_a_level(most):
 
 @triton.jit
 def longest_turns(dealt_ptr, num_blocks, num_rounds, most, C: tl.constexpr, CHUNK: tl.constexpr):
-    """The units of the program that has most of them, if pairs are dealt out whole.
+    """The units of the program that has most of them, if blocks are dealt out whole.
 
     A block counts as the longest of its level, so that the order within a level changes nothing.
     """
@@ -61,7 +61,7 @@ def longest_turns(dealt_ptr, num_blocks, num_rounds, most, C: tl.constexpr, CHUN
         programs = start + tl.arange(0, CHUNK)
         units = tl.zeros([CHUNK], tl.int32)
         for turn in range(num_rounds):
-            place, _ = pair_of(turn, programs, C)
+            place, _ = place_in_round(turn, programs, C)
             inside = (programs < C.division.num_programs) & (place < num_blocks)
             level = level_of(dealt_ptr, place, inside, most)
             num_tiles = most - level * tiles_a_level(most)

@@ -1,10 +1,24 @@
 """Items of work as kernels read them: what `order.py` has written."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 HEADER: tl.constexpr = tl.constexpr(8)  # items, packs of a section, first token of no sequence
-ITEM: tl.constexpr = tl.constexpr(12)  # as `read_item` returns it, padded
+ITEM: tl.constexpr = tl.constexpr(12)  # an OrderedItem and its part, padded
+
+
+class OrderedItem(NamedTuple):
+    """Some rows of one sequence, and the tiles of keys to attend to."""
+
+    origin: Any  # its own row of the page table, or where its contiguous keys begin
+    first_row: Any
+    q_start: Any
+    q_len: Any
+    seq_len: Any
+    first_tile: Any
+    num_tiles: Any
 
 
 @triton.jit
@@ -23,9 +37,8 @@ def ticket_of(order_ptr, turn, C: tl.constexpr):
 
 @triton.jit
 def read_item(order_ptr, item):
-    """(origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles) of an item."""
     ptr = order_ptr + HEADER + item * ITEM
-    return (
+    return OrderedItem(
         tl.load(ptr),
         tl.load(ptr + 1),
         tl.load(ptr + 2),

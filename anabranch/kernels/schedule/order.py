@@ -15,15 +15,16 @@ import triton.language as tl
 from anabranch.call import AttendCall
 from anabranch.kernels import hopper_config
 from anabranch.kernels.hopper_config import HopperConstants
-from anabranch.kernels.schedule.items import HEADER, ITEM
-from anabranch.kernels.schedule.schedule import (
+from anabranch.kernels.schedule.cut_blocks import (
     SIZES,
+    Lengths,
     clear,
+    cut_blocks,
     key_range,
-    last_not_above,
     query_range,
+    store_blocks,
 )
-from anabranch.kernels.softmax.masks import seen_by_any
+from anabranch.kernels.schedule.items import HEADER, ITEM
 from anabranch.launches.recorder import launch
 
 BLOCK_M: tl.constexpr = tl.constexpr(128)  # rows of a block: two consumers of 64
@@ -139,11 +140,11 @@ def level_of(num_tiles, most):
 def order_kernel(
     order_ptr,  # header, items, blocks, sequences, counts
     counters_ptr,  # [num_counters]
-    cu_seqlens_q_ptr,  # [num_seqs + 1], or None for equally many tokens of each sequence
-    seq_lens_ptr,  # [num_seqs] or None
-    cu_seqlens_k_ptr,  # [num_seqs + 1] or None
+    cu_seqlens_q_ptr,  # these are Lengths
+    seq_lens_ptr,
+    cu_seqlens_k_ptr,
     q_len_of_all,
-    max_len,  # keys that the storage holds of one sequence; longer lengths are cut
+    max_len,
     num_seqs,
     num_tokens,
     max_blocks,
@@ -153,6 +154,15 @@ def order_kernel(
     C: tl.constexpr,  # HopperConstants
     CHUNK: tl.constexpr = 256,
 ):
+    lengths = Lengths(
+        cu_seqlens_q_ptr,
+        seq_lens_ptr,
+        cu_seqlens_k_ptr,
+        q_len_of_all,
+        max_len,
+        num_seqs,
+        num_tokens,
+    )
     items_ptr = order_ptr + HEADER
     blocks_ptr = items_ptr + (max_blocks + slots) * ITEM
     seqs_ptr = blocks_ptr + max_blocks * ITEM
@@ -164,8 +174,8 @@ def order_kernel(
     num_keys = 0.0  # that several blocks read
     for start in range(0, num_seqs + 1, CHUNK):
         seqs = start + lanes
-        _, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
-        _, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
+        _, q_len = query_range(seqs, lengths)
+        _, seq_len = key_range(seqs, lengths)
         blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.pack, BLOCK_M), 0)
         # Only blocks that share a sequence read the same keys.
         num_keys += tl.sum(tl.where(blocks > 1, seq_len, 0).to(tl.float32))
@@ -179,42 +189,40 @@ def order_kernel(
     for start in range(0, num_blocks, CHUNK):
         blocks = start + lanes
         inside = blocks < num_blocks
-        seqs = last_not_above(seqs_ptr, 1, num_seqs + 1, blocks)
-        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
-        origin, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
-        num_rows = q_len * C.pack
-        first_row = (blocks - tl.load(seqs_ptr + seqs)) * BLOCK_M
-        last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
-        key_start, key_stop = seen_by_any(
-            first_row // C.pack, last_row // C.pack, q_len, seq_len, window, C.causal
+        block, _ = cut_blocks(
+            blocks, seqs_ptr, lengths, window, C.pack, BLOCK_M, C.block_n, C.causal
         )
-        first_tile = key_start // C.block_n
         # A block that sees no keys has one tile too, all of it masked: no second way to write.
-        num_tiles = tl.maximum(tl.cdiv(key_stop, C.block_n) - first_tile, 1)
+        num_tiles = tl.maximum(block.num_tiles, 1)
         num_tiles = tl.where(inside, num_tiles, 0)
         total += tl.sum(num_tiles)
         most = tl.maximum(most, tl.max(num_tiles))
-        block = blocks_ptr + blocks * ITEM
-        tl.store(block, origin, inside)
-        tl.store(block + 1, first_row, inside)
-        tl.store(block + 2, q_start, inside)
-        tl.store(block + 3, q_len, inside)
-        tl.store(block + 4, seq_len, inside)
-        tl.store(block + 5, first_tile, inside)
-        tl.store(block + 6, num_tiles, inside)
+        store_blocks(blocks_ptr + blocks * ITEM, block, num_tiles, inside)
     tl.debug_barrier()
 
     limit = most
     if C.splits and not C.fixed_parts:
         limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, C)
     longest = tl.minimum(limit, most)
+    num_items = count_levels(blocks_ptr, counts_ptr, num_blocks, limit, longest, C, CHUNK)
+    write_items(items_ptr, blocks_ptr, counts_ptr, num_blocks, limit, longest, C, CHUNK)
+    tl.store(order_ptr, num_items)
+    tl.store(order_ptr + 1, section_of(num_keys, C))
+    orphans, _ = query_range(num_seqs, lengths)
+    tl.store(order_ptr + 2, orphans)
 
+
+@triton.jit
+def count_levels(
+    blocks_ptr, counts_ptr, num_blocks, limit, longest, C: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Where the items of each level begin, and how many items there are."""
     levels = tl.arange(0, LEVELS)
     tl.store(counts_ptr + levels, 0)
     tl.debug_barrier()
     num_items = 0
     for start in range(0, num_blocks, CHUNK):
-        blocks = start + lanes
+        blocks = start + tl.arange(0, CHUNK)
         inside = blocks < num_blocks
         num_tiles = tl.load(blocks_ptr + blocks * ITEM + 6, inside, other=1)
         num_rows = tl.load(blocks_ptr + blocks * ITEM + 3, inside, other=0) * C.pack
@@ -227,9 +235,24 @@ def order_kernel(
     tl.debug_barrier()
     tl.store(counts_ptr + levels, tl.cumsum(counts) - counts)
     tl.debug_barrier()
+    return num_items
+
+
+@triton.jit
+def write_items(
+    items_ptr,
+    blocks_ptr,
+    counts_ptr,
+    num_blocks,
+    limit,
+    longest,
+    C: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """Write the parts of all blocks, the longest first."""
     first_slot = 0
     for start in range(0, num_blocks, CHUNK):
-        blocks = start + lanes
+        blocks = start + tl.arange(0, CHUNK)
         inside = blocks < num_blocks
         block = blocks_ptr + blocks * ITEM
         first_tile = tl.load(block + 5, inside, other=0)
@@ -252,10 +275,6 @@ def order_kernel(
             tl.store(item + 7, part, kept)
             tl.store(item + 8, parts, kept)
             tl.store(item + 9, slot, kept)
-    tl.store(order_ptr, num_items)
-    tl.store(order_ptr + 1, section_of(num_keys, C))
-    orphans, _ = query_range(num_seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
-    tl.store(order_ptr + 2, orphans)
 
 
 @triton.jit

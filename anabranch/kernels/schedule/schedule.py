@@ -26,6 +26,16 @@ import triton.language as tl
 from anabranch.call import AttendCall
 from anabranch.kernels.constants import AttendConstants
 from anabranch.kernels.schedule.align import align_blocks, aligned_share
+from anabranch.kernels.schedule.cut_blocks import (
+    SIZES,
+    Lengths,
+    clear,
+    count_blocks,
+    cut_blocks,
+    last_not_above,
+    query_range,
+    store_blocks,
+)
 from anabranch.kernels.schedule.deal import longest_turns, sort_blocks
 from anabranch.kernels.schedule.schedule_layout import (
     HEADER,
@@ -37,19 +47,8 @@ from anabranch.kernels.schedule.schedule_layout import (
     part_tiles_of,
     units_of,
 )
-from anabranch.kernels.softmax.masks import seen_by_any
 from anabranch.launches.recorder import launch
 
-# Arguments of which no value is special: a new one must not compile another kernel
-SIZES = [
-    "q_len_of_all",
-    "max_len",
-    "num_seqs",
-    "num_tokens",
-    "max_blocks",
-    "num_counters",
-    "window",
-]
 MANY_ROUNDS: tl.constexpr = tl.constexpr(
     64
 )  # from this count on the balance is estimated, not summed
@@ -83,70 +82,15 @@ def schedule(
     )
 
 
-@triton.jit
-def clear(counters_ptr, num_counters, LANES: tl.constexpr = 1024):
-    """No part has arrived."""
-    for start in range(0, num_counters, LANES):
-        places = start + tl.arange(0, LANES)
-        tl.store(counters_ptr + places, 0, places < num_counters)
-
-
-@triton.jit
-def last_not_above(sorted_ptr, stride, count, values):
-    """For each value the last index i < count with sorted[i] <= value; sorted[0] is 0."""
-    low = values * 0
-    high = low + count
-    remaining = count
-    while remaining > 1:
-        middle = (low + high) // 2
-        below = tl.load(sorted_ptr + middle * stride) <= values
-        low = tl.where(below, middle, low)
-        high = tl.where(below, high, middle)
-        remaining = (remaining + 1) // 2
-    return low
-
-
-@triton.jit
-def query_range(seqs, cu_seqlens_q_ptr, q_len, num_seqs, num_tokens):
-    """First token and number of tokens; index num_seqs stands for orphan tokens.
-
-    Without `cu_seqlens_q`, every sequence has `q_len` tokens.
-    """
-    if cu_seqlens_q_ptr is None:
-        start = seqs * q_len
-        stop = tl.where(seqs < num_seqs, start + q_len, num_tokens)
-    else:
-        start = tl.load(cu_seqlens_q_ptr + seqs, seqs <= num_seqs, other=0)
-        stop = tl.load(cu_seqlens_q_ptr + seqs + 1, seqs < num_seqs, other=num_tokens)
-    return start, tl.maximum(tl.minimum(stop, num_tokens) - start, 0)
-
-
-@triton.jit
-def key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len):
-    """Origin in the storage (a table row, a batch row or a packed row) and number of keys."""
-    owned = seqs < num_seqs
-    origin = seqs
-    length = tl.where(owned, max_len, 0)
-    if cu_seqlens_k_ptr is not None:
-        origin = tl.minimum(
-            tl.maximum(tl.load(cu_seqlens_k_ptr + seqs, owned, other=0), 0), max_len
-        )
-        end = tl.load(cu_seqlens_k_ptr + seqs + 1, owned, other=0)
-        length = tl.minimum(end, max_len) - origin
-    if seq_lens_ptr is not None:
-        length = tl.load(seq_lens_ptr + seqs, owned, other=0)
-    return origin, tl.minimum(tl.maximum(length, 0), max_len)
-
-
 @triton.jit(do_not_specialize=SIZES)
 def schedule_kernel(
     schedule_ptr,  # header, workers [num_workers, WORKER], blocks [max_blocks, RECORD], sequences
     counters_ptr,  # [num_counters]
-    cu_seqlens_q_ptr,  # [num_seqs + 1], or None for equally many tokens of each sequence
-    seq_lens_ptr,  # [num_seqs] or None
-    cu_seqlens_k_ptr,  # [num_seqs + 1] or None
+    cu_seqlens_q_ptr,  # these are Lengths
+    seq_lens_ptr,
+    cu_seqlens_k_ptr,
     q_len_of_all,
-    max_len,  # what the storage holds of one sequence; longer lengths are cut
+    max_len,
     num_seqs,
     num_tokens,
     max_blocks,
@@ -155,8 +99,16 @@ def schedule_kernel(
     C: tl.constexpr,
     CHUNK: tl.constexpr = 256,
 ):
-    workers_ptr = schedule_ptr + HEADER
-    blocks_ptr = workers_ptr + C.division.num_workers * WORKER
+    lengths = Lengths(
+        cu_seqlens_q_ptr,
+        seq_lens_ptr,
+        cu_seqlens_k_ptr,
+        q_len_of_all,
+        max_len,
+        num_seqs,
+        num_tokens,
+    )
+    blocks_ptr = schedule_ptr + HEADER + C.division.num_workers * WORKER
     seqs_ptr = blocks_ptr + max_blocks * (2 if is_dealt(C) else 1) * RECORD
     lanes = tl.arange(0, CHUNK)
     clear(counters_ptr, num_counters)
@@ -164,8 +116,7 @@ def schedule_kernel(
     num_blocks = 0  # before each sequence
     for start in range(0, num_seqs + 1, CHUNK):
         seqs = start + lanes
-        _, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
-        blocks = tl.where(seqs <= num_seqs, tl.cdiv(q_len * C.group, C.tiles.block_m), 0)
+        blocks = count_blocks(seqs, lengths, C.group, C.tiles.block_m)
         tl.store(seqs_ptr + seqs, num_blocks + tl.cumsum(blocks) - blocks, seqs <= num_seqs)
         num_blocks += tl.sum(blocks)
     num_blocks = tl.minimum(num_blocks, max_blocks)
@@ -175,23 +126,16 @@ def schedule_kernel(
     num_empty = 0
     most = 0
     least = 2147483647
-    largest = 0  # fixed part
+    largest = 1  # fixed part; a constant 0 that may divide fails Triton 3.7 and 3.8
     smallest = 2147483647
     for start in range(0, num_blocks, CHUNK):
         blocks = start + lanes
         inside = blocks < num_blocks
-        seqs = last_not_above(seqs_ptr, 1, num_seqs + 1, blocks)
-        q_start, q_len = query_range(seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
-        origin, seq_len = key_range(seqs, seq_lens_ptr, cu_seqlens_k_ptr, num_seqs, max_len)
-        num_rows = q_len * C.group
-        first_row = (blocks - tl.load(seqs_ptr + seqs)) * C.tiles.block_m
-        last_row = tl.minimum(first_row + C.tiles.block_m, num_rows) - 1
-        key_start, key_stop = seen_by_any(
-            first_row // C.group, last_row // C.group, q_len, seq_len, window, C.causal
+        block, sees_keys = cut_blocks(
+            blocks, seqs_ptr, lengths, window, C.group, C.tiles.block_m, C.tiles.block_n, C.causal
         )
-        first_tile = key_start // C.tiles.block_n
-        num_tiles = tl.cdiv(key_stop, C.tiles.block_n) - first_tile
-        num_tiles = tl.where(key_stop > key_start, num_tiles, 0)
+        num_rows = block.q_len * C.group
+        num_tiles = tl.where(sees_keys, block.num_tiles, 0)
         units = units_of(num_tiles, num_rows, C)
         units = tl.where(inside, units, 0)
         num_empty += tl.sum((inside & (units == 0)).to(tl.int32))
@@ -202,56 +146,75 @@ def schedule_kernel(
             largest = tl.maximum(largest, tl.max(tl.where(units > 0, size, 0)))
             smallest = tl.minimum(smallest, tl.min(tl.where(units > 0, size, 2147483647)))
         record = blocks_ptr + blocks * RECORD
-        tl.store(record, origin, inside)
-        tl.store(record + 1, first_row, inside)
-        tl.store(record + 2, q_start, inside)
-        tl.store(record + 3, q_len, inside)
-        tl.store(record + 4, seq_len, inside)
-        tl.store(record + 5, first_tile, inside)
-        tl.store(record + 6, num_tiles, inside)
+        store_blocks(record, block, num_tiles, inside)
         tl.store(record + 7, num_units + tl.cumsum(units) - units, inside)
         num_units += tl.sum(units)
     tl.debug_barrier()
 
-    # Whole blocks for each worker, if they are of one size and that costs less than merging.
     share = tl.maximum(tl.cdiv(num_units, C.division.num_workers), 1)
-    if most == least:
-        whole = tl.cdiv(num_blocks - num_empty, C.division.num_workers) * most
-        share = tl.where(whole <= share + C.division.merge_price, whole, share)
-    share = tl.maximum(share, C.division.least_share)
-    if C.division.folds_parts:  # noqa: SIM102 - one is known when compiling, the other is not
-        if largest == smallest:  # then shares end where parts do, or even groups of them
-            share = tl.cdiv(share, largest) * largest
-            group = largest * C.merging.group_parts
-            grouped = tl.cdiv(share, group) * group
-            share = tl.where(grouped * 25 <= share * 26, grouped, share)
+    extremes = (most, least, largest, smallest)
+    share = rounded_share(share, num_blocks - num_empty, extremes, C)
     if C.division.aligned_growth > 0 and not C.division.fixed_parts:
         aligned = aligned_share(blocks_ptr, num_blocks, share, C, CHUNK)
         if aligned > 0:
             share = aligned
             num_units = align_blocks(blocks_ptr, num_blocks, share, C, CHUNK)
-    # Many blocks of many rows are dealt out whole, in rounds, over all programs.
     num_rounds = 0
     if is_dealt(C):
         dealt_ptr = blocks_ptr + num_blocks * RECORD
         counts_ptr = seqs_ptr + num_seqs + 1
         sort_blocks(blocks_ptr, dealt_ptr, counts_ptr, num_blocks, most, CHUNK)
-        num_rounds = tl.cdiv(num_blocks * C.num_kv_heads, C.division.num_programs)
-        is_even = most * 8 <= share
-        if num_rounds < MANY_ROUNDS:
-            longest = longest_turns(dealt_ptr, num_blocks, num_rounds, most, C, CHUNK)
-            is_even = longest <= share + C.division.merge_price
-        num_rounds = tl.where(is_even, num_rounds, 0)
+        num_rounds = rounds_of(dealt_ptr, num_blocks, most, share, C, CHUNK)
     tl.store(schedule_ptr + 5, num_rounds)
     tl.store(schedule_ptr, share)
     tl.store(schedule_ptr + 1, num_units)
     tl.store(schedule_ptr + 2, num_blocks)
     tl.store(schedule_ptr + 3, num_empty)
-    orphans, _ = query_range(num_seqs, cu_seqlens_q_ptr, q_len_of_all, num_seqs, num_tokens)
+    orphans, _ = query_range(num_seqs, lengths)
     tl.store(schedule_ptr + 4, orphans)
+    write_workers(schedule_ptr, blocks_ptr, num_blocks, num_units, share, C, CHUNK)
+
+
+@triton.jit
+def rounded_share(share, num_blocks, extremes, C: tl.constexpr):
+    """Units of a share. Whole blocks, if they are of one size and that costs less than merging.
+
+    Shares of fixed parts of one size end where parts do, or even groups of them.
+    """
+    most, least, largest, smallest = extremes
+    if most == least:
+        whole = tl.cdiv(num_blocks, C.division.num_workers) * most
+        share = tl.where(whole <= share + C.division.merge_price, whole, share)
+    share = tl.maximum(share, C.division.least_share)
+    if C.division.folds_parts:  # noqa: SIM102 - one is known when compiling, the other is not
+        if largest == smallest:
+            share = tl.cdiv(share, largest) * largest
+            group = largest * C.merging.group_parts
+            grouped = tl.cdiv(share, group) * group
+            share = tl.where(grouped * 25 <= share * 26, grouped, share)
+    return share
+
+
+@triton.jit
+def rounds_of(dealt_ptr, num_blocks, most, share, C: tl.constexpr, CHUNK: tl.constexpr):
+    """In how many rounds blocks are dealt out whole, or 0 where that is uneven."""
+    num_rounds = tl.cdiv(num_blocks * C.num_kv_heads, C.division.num_programs)
+    is_even = most * 8 <= share
+    if num_rounds < MANY_ROUNDS:
+        longest = longest_turns(dealt_ptr, num_blocks, num_rounds, most, C, CHUNK)
+        is_even = longest <= share + C.division.merge_price
+    return tl.where(is_even, num_rounds, 0)
+
+
+@triton.jit
+def write_workers(
+    schedule_ptr, blocks_ptr, num_blocks, num_units, share, C: tl.constexpr, CHUNK: tl.constexpr
+):
+    """Write the block that each worker begins in, a copy of its record, and its first slot."""
+    workers_ptr = schedule_ptr + HEADER
     num_slots = 0  # before each worker's
     for start in range(0, C.division.num_workers, CHUNK):
-        workers = start + lanes
+        workers = start + tl.arange(0, CHUNK)
         block = last_not_above(blocks_ptr + 7, RECORD, num_blocks, workers * share)
         inside = workers < C.division.num_workers
         tl.store(workers_ptr + workers * WORKER, block, inside)

@@ -5,22 +5,48 @@ Blocks that may be dealt out whole stand there twice, the second time longest fi
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton import constexpr_function
 
 from anabranch.kernels.constants import AttendConstants
 
-HEADER: tl.constexpr = tl.constexpr(8)  # as `read_header` returns it
-RECORD: tl.constexpr = tl.constexpr(8)  # of a block, as `read_record` returns it
+HEADER: tl.constexpr = tl.constexpr(8)  # a ScheduleHeader, padded
+RECORD: tl.constexpr = tl.constexpr(8)  # a Block
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort of blocks tells apart
 # A worker's first block, the first slot of the block that is cut at its end, and from 8 on a copy
 # of the first block's record.
 WORKER: tl.constexpr = tl.constexpr(16)
 
 
+class ScheduleHeader(NamedTuple):
+    """What holds for the whole schedule."""
+
+    share: Any  # units of a worker
+    num_units: Any
+    num_blocks: Any
+    num_empty: Any  # blocks that see no keys
+    orphans: Any  # the first token that belongs to no sequence
+    num_rounds: Any  # in which blocks are dealt out whole, or 0
+
+
+class Block(NamedTuple):
+    """A record: some rows of one sequence, and the tiles of keys that they see."""
+
+    origin: Any  # its own row of the page table, or where its contiguous keys begin
+    first_row: Any
+    q_start: Any
+    q_len: Any
+    seq_len: Any
+    first_tile: Any
+    num_tiles: Any
+    first_unit: Any
+
+
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
-    """Blocks there can be: every sequence, and the tokens of nobody, may end in a short one."""
+    """Blocks there can be: every sequence, and the orphan tokens, may end in a short one."""
     return triton.cdiv(num_tokens * constants.group, constants.tiles.block_m) + num_seqs + 1
 
 
@@ -45,8 +71,7 @@ def is_dealt(constants: AttendConstants) -> bool:
 
 @triton.jit
 def read_header(schedule_ptr):
-    """(units of a share, all units, blocks, empty blocks, first token of nobody, rounds or 0)."""
-    return (
+    return ScheduleHeader(
         tl.load(schedule_ptr),
         tl.load(schedule_ptr + 1),
         tl.load(schedule_ptr + 2),
@@ -58,11 +83,7 @@ def read_header(schedule_ptr):
 
 @triton.jit
 def read_record(record):
-    """(origin, first_row, q_start, q_len, seq_len, first_tile, num_tiles, first_unit).
-
-    `origin` is the block's own row of the page table, or where its contiguous keys begin.
-    """
-    return (
+    return Block(
         tl.load(record),
         tl.load(record + 1),
         tl.load(record + 2),
@@ -75,22 +96,14 @@ def read_record(record):
 
 
 @triton.jit
-def read_block(schedule_ptr, block, C: tl.constexpr):
-    """The record of a block."""
-    return read_record(schedule_ptr + HEADER + C.division.num_workers * WORKER + block * RECORD)
+def block_place(index, C: tl.constexpr):
+    """Where the record of a block stands in the schedule."""
+    return HEADER + C.division.num_workers * WORKER + index * RECORD
 
 
 @triton.jit
-def read_dealt(schedule_ptr, place, num_blocks, C: tl.constexpr):
-    """The record of the block at this place among those sorted by length."""
-    return read_block(schedule_ptr, num_blocks + place, C)
-
-
-@triton.jit
-def read_worker(schedule_ptr, worker):
-    """The block a worker begins in, and its record: nothing to wait for but one load."""
-    ptr = schedule_ptr + HEADER + worker * WORKER
-    return tl.load(ptr), read_record(ptr + 8)
+def read_block(schedule_ptr, index, C: tl.constexpr):
+    return read_record(schedule_ptr + HEADER + C.division.num_workers * WORKER + index * RECORD)
 
 
 @triton.jit
@@ -133,7 +146,8 @@ def holders_of(share, num_tiles, num_rows, first_unit, C: tl.constexpr):
 @triton.jit
 def parts_of(schedule_ptr, share, block, C: tl.constexpr):
     """How many parts of a block are left to merge, and what tells the merge where they wait."""
-    num_rows, _, num_tiles, first_unit = block
+    num_rows = block.q_len * C.group
+    num_tiles, first_unit = block.num_tiles, block.first_unit
     if C.division.folds_parts:
         num_parts = tl.cdiv(num_tiles, part_tiles_of(num_tiles, num_rows, C))
         first, last = holders_of(share, num_tiles, num_rows, first_unit, C)
@@ -150,50 +164,11 @@ def parts_of(schedule_ptr, share, block, C: tl.constexpr):
 
 
 @triton.jit
-def parts_held(begin, end, share, block, schedule_ptr, C: tl.constexpr):
-    """Fixed parts that begin in units [begin, end) of a block, which one worker holds.
-
-    Tiles [tile, stop), the first part, their number, the parts of the block, the tiles of a part,
-    and what tells the merge where parts wait.
-    """
-    num_rows, first_tile, num_tiles, _ = block
-    size = part_tiles_of(num_tiles, num_rows, C)
-    num_parts = tl.cdiv(num_tiles, size)
-    part, last, first_slot = 0, num_parts, 0
-    if (begin > 0) | (end < num_parts * size):  # divisions that a whole block does without
-        part, last = tl.cdiv(begin, size), tl.cdiv(end, size)
-        _, first_slot = parts_of(schedule_ptr, share, block, C)
-    stop = first_tile + tl.minimum(last * size, num_tiles)
-    return first_tile + part * size, stop, part, last - part, num_parts, size, first_slot
-
-
-@triton.jit
-def part_of(begin, end, worker, share, block, C: tl.constexpr):
-    """What units [begin, end) of a block are: tiles [tile, stop), part `part` of `num_parts`.
-
-    first_slot tells the merge tree where the block's parts wait.
-    """
-    num_rows, first_tile, num_tiles, _ = block
-    num_parts, first_slot = parts_of(None, share, block, C)
-    if C.division.fixed_parts:
-        size = part_tiles_of(num_tiles, num_rows, C)
-        tile, stop = begin * size, tl.minimum(end * size, num_tiles)
-        part = begin
-    else:
-        tile, stop = (
-            tl.maximum(begin - C.division.block_price, 0),
-            tl.maximum(end - C.division.block_price, 0),
-        )
-        part = worker - first_slot
-    return first_tile + tile, first_tile + stop, part, num_parts, first_slot
-
-
-@triton.jit
-def pair_of(turn, programs, C: tl.constexpr):
+def place_in_round(turn, programs, C: tl.constexpr):
     """The place among the blocks, longest first, and the kv head of a program's turn.
 
-    Turns go through the pairs to and fro: who has the longest of one round has the shortest of the
-    next.
+    Turns go through blocks and heads to and fro: who has the longest of one round has the shortest
+    of the next.
     """
     place = tl.where(turn % 2 == 0, programs, C.division.num_programs - 1 - programs)
     index = turn * C.division.num_programs + place

@@ -30,9 +30,9 @@ def capped_exactly(scores, scale, softcap):
 
 
 @triton.jit
-def weighted(scores, scale, keys, origin, log_weights, stride, KEYS_FIRST: tl.constexpr):
+def weighted(scores, scale, weight_ptrs, KEYS_FIRST: tl.constexpr):
     """Natural logits: scores times a scale in base 2, plus the log-weight of each key."""
-    weights = tl.load(log_weights + origin.to(tl.int64) * stride + keys)
+    weights = tl.load(weight_ptrs)
     weights = weights[:, None] if KEYS_FIRST else weights[None, :]
     return scores * (scale * LN_2) + weights
 
@@ -47,19 +47,19 @@ def score(q, k, scores, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def masked(scores, keys, tokens, tree_rows, q_len, seq_len, window, tree_width, C: tl.constexpr):
+def masked(scores, keys, queries, block, rules, tree_width, C: tl.constexpr):
     """Scores, -inf where a token does not see a key."""
-    tree_side = tree_rows
+    tokens, tree_rows = queries.tokens, queries.tree_rows
     if C.tiles.keys_first:
         key_side, token_side = keys[:, None], tokens[None, :]
         if tree_rows is not None:
-            tree_side = tree_rows[None, :]
+            tree_rows = tree_rows[None, :]
     else:
         key_side, token_side = keys[None, :], tokens[:, None]
         if tree_rows is not None:
-            tree_side = tree_rows[:, None]
+            tree_rows = tree_rows[:, None]
+    ONE_BOUND: tl.constexpr = not C.source.is_plain
     seen = visible(
-        token_side, key_side, q_len, seq_len, window, tree_side, tree_width,
-        C.causal, not C.source.is_plain,
-    )  # fmt: skip
+        token_side, key_side, block, rules.window, tree_rows, tree_width, C.causal, ONE_BOUND
+    )
     return tl.where(seen, scores, float("-inf"))

@@ -21,32 +21,39 @@ def seen_by_any(first_token, last_token, q_len, seq_len, window, CAUSAL: tl.cons
 
 
 @triton.jit
-def seen_by_all(first_token, last_token, q_len, seq_len, window, tree_ptr, CAUSAL: tl.constexpr):
+def seen_by_all(first_token, last_token, block, rules, CAUSAL: tl.constexpr):
     """The keys [start, stop) that every token of [first_token, last_token] can see."""
-    shift = seq_len - q_len
+    shift = block.seq_len - block.q_len
     start = first_token * 0
-    stop = seq_len
-    if tree_ptr is not None:
+    stop = block.seq_len
+    if rules.tree_mask is not None:
         stop = tl.maximum(shift, 0)
     elif CAUSAL:
-        stop = tl.minimum(tl.maximum(shift + first_token + 1, 0), seq_len)
-    if window is not None:
-        start = tl.maximum(shift + last_token - window + 1, 0)
+        stop = tl.minimum(tl.maximum(shift + first_token + 1, 0), block.seq_len)
+    if rules.window is not None:
+        start = tl.maximum(shift + last_token - rules.window + 1, 0)
     return tl.minimum(start, stop), stop
 
 
 @triton.jit
 def visible(
-    tokens, keys, q_len, seq_len, window, tree_rows, tree_width,
-    CAUSAL: tl.constexpr, ONE_BOUND: tl.constexpr = False,
-):  # fmt: skip
+    tokens,
+    keys,
+    block,
+    window,
+    tree_rows,  # pointers or None
+    tree_width,
+    CAUSAL: tl.constexpr,
+    ONE_BOUND: tl.constexpr = False,
+):
     """Whether each of `tokens` attends to each of `keys`, index tensors that broadcast together.
 
     `tree_rows` points at each token's row of the tree mask, which says which of the sequence's own
     new tokens it sees and takes the place of the causal rule among them. With ONE_BOUND, the causal
     rule and the length are one comparison a key, with a bound made for each token.
     """
-    shift = seq_len - q_len
+    seq_len = block.seq_len
+    shift = seq_len - block.q_len
     if CAUSAL and ONE_BOUND and tree_rows is None:
         mask = keys <= tl.minimum(shift + tokens, seq_len - 1)
     else:

@@ -42,9 +42,16 @@ def sink_state(logits):
 
 @triton.jit
 def update_state(
-    state, scores, scale, v, value_scales, row_units,
-    SHIFTED: tl.constexpr, KEYS_FIRST: tl.constexpr, ORDER: tl.constexpr,
-):  # fmt: skip
+    state,
+    scores,
+    scale,
+    v,
+    value_scales,
+    row_units,
+    SHIFTED: tl.constexpr,
+    KEYS_FIRST: tl.constexpr,
+    ORDER: tl.constexpr,
+):
     """Attend to one more tile of keys: logits are scores times scale > 0.
 
     Scores are in units `row_units` [ROWS] where that is not None. Values are `v`, times

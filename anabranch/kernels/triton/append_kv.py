@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from anabranch.kernels.config import power_of_two, select_merge
-from anabranch.kernels.load.addressing import Rows, store_arguments
+from anabranch.kernels.load.arguments import Rows, store_arguments
 from anabranch.kernels.load.codec import encode_rows
 from anabranch.kernels.triton.runtime import device_refusal
-from anabranch.keys import PLAIN, KeyStore
+from anabranch.keys import KeyStore, StoreFormat
 from anabranch.launches.recorder import launch
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRows:
+    """Rows of keys or values, as the kernel is compiled for them."""
+
+    dim: int
+    block: int  # the power of two that holds it
+    format: StoreFormat
 
 
 def refusal(device: torch.device) -> str | None:
@@ -43,24 +54,23 @@ def append_kv(
         saturated,
         NUM_HEADS=num_heads,
         PAGE_SIZE=stores[0].ptr.shape[1],
-        HEAD_DIM_K=dims[0],
-        HEAD_DIM_V=dims[-1],
         BLOCK_ROWS=config.block_rows,
-        BLOCK_DK=power_of_two(dims[0]),
-        BLOCK_DV=power_of_two(dims[-1]),
-        K_FORMAT=stores[0].format,
-        V_FORMAT=stores[1].format if len(stores) > 1 else PLAIN,
+        K=StoredRows(dims[0], power_of_two(dims[0]), stores[0].format),
+        V=StoredRows(dims[-1], power_of_two(dims[-1]), stores[-1].format),
         num_warps=config.num_warps,
     )
 
 
 @triton.jit
-def move_rows(
-    source, store, tokens, pages, keys, heads, row_mask, saturated_ptr,
-    DIM: tl.constexpr, BLOCK_D: tl.constexpr, FORMAT: tl.constexpr,
-):  # fmt: skip
-    """Move rows of `source` [tokens, heads, dims] to their places in a store, in its format."""
-    dims = tl.arange(0, BLOCK_D)
+def store_rows(source, store, place, row_mask, saturated_ptr, ROWS: tl.constexpr):
+    """Move rows of `source` [tokens, heads, dims] to their places in a store, in its format.
+
+    A place is a token and a head of the source, and a page and a key of the store.
+    """
+    tokens, heads, pages, keys = place
+    DIM: tl.constexpr = ROWS.dim
+    FORMAT: tl.constexpr = ROWS.format
+    dims = tl.arange(0, ROWS.block)
     mask = row_mask[:, None] & (dims < DIM)[None, :]
     offsets = tokens * source.token + heads * source.head
     ptrs = source.ptr + offsets[:, None] + (dims * source.dim)[None, :]
@@ -104,24 +114,16 @@ def append_kv_kernel(
     saturated_ptr,  # [1], or None
     NUM_HEADS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
-    HEAD_DIM_K: tl.constexpr,
-    HEAD_DIM_V: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
-    BLOCK_DK: tl.constexpr,  # the powers of two that hold the head dims
-    BLOCK_DV: tl.constexpr,
-    K_FORMAT: tl.constexpr,
-    V_FORMAT: tl.constexpr,
+    K: tl.constexpr,  # StoredRows
+    V: tl.constexpr,
 ):
     rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     tokens, heads = rows // NUM_HEADS, rows % NUM_HEADS
     slots = tl.load(slots_ptr + tokens * slots_stride, rows < num_rows, other=-1).to(tl.int64)
     kept = slots >= 0
     pages, keys = slots // PAGE_SIZE, slots % PAGE_SIZE
-    move_rows(
-        k, k_store, tokens, pages, keys, heads, kept, saturated_ptr, HEAD_DIM_K, BLOCK_DK, K_FORMAT
-    )
+    place = tokens, heads, pages, keys
+    store_rows(k, k_store, place, kept, saturated_ptr, K)
     if v is not None:
-        move_rows(
-            v, v_store, tokens, pages, keys, heads, kept, saturated_ptr,
-            HEAD_DIM_V, BLOCK_DV, V_FORMAT,
-        )  # fmt: skip
+        store_rows(v, v_store, place, kept, saturated_ptr, V)

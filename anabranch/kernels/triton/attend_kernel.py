@@ -1,8 +1,8 @@
 """Attention of any query length over keys of any source: one kernel for all of them.
 
-A program walks its share of the schedule, a pair (block of query rows, kv head) at a time. A pair
-that one program holds whole is written directly; otherwise each leaves a part, and parts are merged
-in a tree whose every node is done by whoever arrives there last. Nobody waits.
+A program walks its share of the schedule, an item (tiles of a block of query rows, for one kv head)
+at a time. A block that one program holds whole is written directly; otherwise each leaves a part,
+and parts are merged in a tree: the last program to arrive at a node merges it. No program waits.
 """
 
 from __future__ import annotations
@@ -21,32 +21,17 @@ from anabranch.kernels.constants import (
     with_priors,
     with_sinks,
 )
-from anabranch.kernels.load.addressing import Rows, view_arguments
+from anabranch.kernels.load.arguments import Rows, view_arguments
 from anabranch.kernels.load.boxes import boxes_of
 from anabranch.kernels.load.key_pairs import in_pairs
-from anabranch.kernels.load.packed_codes import in_words
+from anabranch.kernels.load.packed_codes import words_of
 from anabranch.kernels.parts.merge_groups import merge_groups
 from anabranch.kernels.parts.merge_tree import merge_tree
-from anabranch.kernels.parts.output import write_rows
-from anabranch.kernels.parts.slots import Parts, leave_part
-from anabranch.kernels.schedule.schedule_layout import (
-    is_dealt,
-    pair_of,
-    part_of,
-    part_tiles_of,
-    parts_held,
-    read_block,
-    read_dealt,
-    read_header,
-    read_worker,
-    units_of,
-)
-from anabranch.kernels.softmax.online_softmax import (
-    LOG2_E,
-    empty_state,
-    finish_state,
-)
-from anabranch.kernels.triton.attend_block import attend_pair, attend_parts
+from anabranch.kernels.parts.slots import Parts, StateRows, leave_part, write_rows
+from anabranch.kernels.schedule.schedule_layout import is_dealt, read_block, read_header
+from anabranch.kernels.schedule.walk import Item, Walk, begin_walk, next_item
+from anabranch.kernels.softmax.online_softmax import LOG2_E, empty_state, finish_state
+from anabranch.kernels.triton.attend_block import Operands, attend_block, attend_parts
 from anabranch.kernels.triton.prior_states import prior_arguments, resume
 from anabranch.keys import KeyView, ScaleStore
 from anabranch.launches.recorder import launch
@@ -68,12 +53,11 @@ def attend(
     constants, table, tree = program.constants, view.page_table, rules.tree_mask
     boxes = boxes_of(view, constants)
     if table is not None:
-        constants = with_page_strides(constants, (*view.k[1:3], *view.v[1:3]))
-    if view.k.scales or view.v.scales:
+        constants = with_page_strides(constants, view.k[1:3], view.v[1:3])
+    if view.is_quantised:
+        itemsize = q.element_size()
         strides = (scale_strides(x.scales) for x in (view.k, view.v))
-        halves = q.element_size() == 2 and not view.values_in_keys
-        words = (halves and in_words(x) for x in (view.k, view.v))
-        pairs = halves and in_pairs(view)
+        words, pairs = words_of(view, itemsize), in_pairs(view, itemsize)
         constants = with_codes(constants, *strides, *words, pairs, list_heads(view))
     if prior is not None:
         constants = with_priors(constants, prior.lse.shape[0])
@@ -136,121 +120,68 @@ def attend_kernel(
     prior,  # PriorArguments or None
     C: tl.constexpr,  # AttendConstants
 ):
-    """Attend to the pairs of this program's share of the schedule."""
+    """Attend to the items of this program's share of the schedule."""
     if C.overlap:  # nothing is read before the kernel ahead has ended
         gdc_wait()
         if C.leaves_empty:  # there may be nothing to do, and the next kernel can come
             gdc_launch_dependents()
-    source = (view, (k_box, k_rest_box, v_box), table_stride)
-    program = tl.program_id(0)
-    worker = program // C.num_kv_heads
-    share, num_units, num_blocks, num_empty, orphans, num_rounds = read_header(schedule_ptr)
-    block, record = read_worker(schedule_ptr, tl.minimum(worker, C.division.num_workers - 1))
-    unit = worker * share
-    stop = tl.where(worker < C.division.num_workers, tl.minimum(unit + share, num_units), unit)
-    if not is_dealt(C):
-        num_rounds = 0  # known to the compiler
-    if num_rounds > 0:
-        unit = 0
-        stop = num_rounds
-    while unit < stop:
-        kv_head = program % C.num_kv_heads
-        tile, tile_stop, part, count, num_parts, first_slot = 0, 0, 0, 1, 1, 0
-        size = 0  # tiles of a fixed part
-        if num_rounds > 0:
-            place, kv_head = pair_of(unit, program, C)
-            unit += 1
-            if place < num_blocks:
-                record = read_dealt(schedule_ptr, place, num_blocks, C)
-                _, _, _, q_len, _, tile, num_tiles, _ = record
-                tile_stop = tile + num_tiles
-                if C.division.folds_parts:
-                    size = part_tiles_of(num_tiles, q_len * C.group, C)
-                    num_parts = tl.cdiv(num_tiles, size)
-                    count = num_parts
-        else:
-            _, _, _, q_len, _, first_tile, num_tiles, first_unit = record
-            num_rows = q_len * C.group
-            begin = unit - first_unit
-            units = units_of(num_tiles, num_rows, C)
-            if begin >= units:
-                block += 1
-                record = read_block(schedule_ptr, block, C)
-            else:
-                end = tl.minimum(units, stop - first_unit)
-                unit = first_unit + end
-                extent = (num_rows, first_tile, num_tiles, first_unit)
-                if C.division.folds_parts:
-                    tile, tile_stop, part, count, num_parts, size, first_slot = parts_held(
-                        begin, end, share, extent, schedule_ptr, C
-                    )
-                else:
-                    tile, tile_stop, part, num_parts, first_slot = part_of(
-                        begin, end, worker, share, extent, C
-                    )
-        if tile < tile_stop:
-            origin, first_row, q_start, q_len, seq_len, _, _, _ = record
-            num_rows = q_len * C.group
-            pair = (origin, q_len, seq_len, kv_head)
+    boxes, results = (k_box, k_rest_box, v_box), StateRows(out_rows, lse_rows, parts)
+    given = Operands(q, view, boxes, table_stride, rules, tree_width, prior, results)
+    worker = tl.program_id(0) // C.num_kv_heads
+    header = read_header(schedule_ptr)
+    walk = begin_walk(worker, header.share, schedule_ptr, C)
+    has_share = worker < C.division.num_workers
+    stop = tl.minimum(walk.unit + header.share, header.num_units)
+    stop = tl.where(has_share, stop, walk.unit)
+    if is_dealt(C):  # noqa: SIM102 - one is known when compiling, the other is not
+        if header.num_rounds > 0:  # units are turns
+            walk = Walk(0, walk.index, walk.place, walk.block)
+            stop = header.num_rounds
+    while walk.unit < stop:
+        walk, item = next_item(walk, worker, stop, header, schedule_ptr, C)
+        if item.tile < item.stop:
             if C.division.folds_parts:
-                held = (part, count, num_parts, size, first_slot, parts)
-                out, lse = attend_parts(
-                    q, (first_row, q_start), pair, tile, tile_stop, source, rules, tree_width,
-                    prior, held, C,
-                )  # fmt: skip
+                out, lse = attend_parts(item, given, C)
             else:
-                ended = attend_pair(
-                    q, (first_row, q_start), pair, tile, tile_stop, part == 0, source, rules,
-                    tree_width, prior, None, C,
-                )  # fmt: skip
-                out, lse = finish_state(ended[0])
-            if count == num_parts:
-                rows = first_row + tl.arange(0, C.tiles.block_m)
-                write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+                state, _ = attend_block(item, item.part == 0, given, C)
+                out, lse = finish_state(state)
+            if item.count == item.num_parts:
+                rows = item.block.first_row + tl.arange(0, C.tiles.block_m)
+                write_rows(out, lse, rows, item, results, C)
             else:
                 if not C.division.folds_parts:
-                    left = num_rows - first_row
-                    leave_part(out, lse, part, first_slot, kv_head, left, parts, C)
+                    leave_part(out, lse, item.part, item, parts, C)
                 if C.merging.fused and C.division.folds_parts:
-                    merge_groups(
-                        part, count, num_parts, first_slot, first_row, num_rows, q_start,
-                        kv_head, parts, out_rows, lse_rows, C,
-                    )  # fmt: skip
+                    merge_groups(item, results, C)
                 elif C.merging.fused:
-                    merge_tree(
-                        part, num_parts, first_slot, first_row, num_rows, q_start,
-                        kv_head, parts, out_rows, lse_rows, C,
-                    )  # fmt: skip
+                    merge_tree(item, results, C)
 
+    num_empty = header.num_empty
     if C.leaves_empty:
         num_empty = 0  # known to the compiler
     if num_empty > 0:
-        write_empty(
-            program, worker, num_blocks, orphans, rules.sinks, prior, out_rows, lse_rows,
-            schedule_ptr, C,
-        )  # fmt: skip
+        write_empty(worker, header, schedule_ptr, given, C)
 
 
 @triton.jit
-def write_empty(
-    program, worker, num_blocks, orphans, sinks_ptr, prior, out_rows, lse_rows, schedule_ptr,
-    C: tl.constexpr,
-):  # fmt: skip
+def write_empty(worker, header, schedule_ptr, given, C: tl.constexpr):
     """Write the blocks that see no keys: no worker's share leads there."""
-    kv_head = program % C.num_kv_heads
-    for block in range(worker, num_blocks, C.division.num_workers):
-        _, first_row, q_start, q_len, _, _, num_tiles, _ = read_block(schedule_ptr, block, C)
-        if num_tiles == 0:
-            rows = first_row + tl.arange(0, C.tiles.block_m)
-            num_rows = q_len * C.group
+    kv_head = tl.program_id(0) % C.num_kv_heads
+    for index in range(worker, header.num_blocks, C.division.num_workers):
+        block = read_block(schedule_ptr, index, C)
+        if block.num_tiles == 0:
+            item = Item(block, kv_head, 0, 0, 0, 1, 1, 0, 0)
+            rows = block.first_row + tl.arange(0, C.tiles.block_m)
+            num_rows = block.q_len * C.group
             out, lse = finish_state(empty_state(C.tiles.block_m, C.tiles.block_dv))
-            if sinks_ptr is not None:
+            if given.rules.sinks is not None:
                 heads = kv_head * C.group + rows % C.group
-                owned = (rows < num_rows) & (q_start < orphans)
-                lse = tl.load(sinks_ptr + heads, owned, other=float("-inf")).to(tl.float32)
+                owned = (rows < num_rows) & (block.q_start < header.orphans)
+                sinks = tl.load(given.rules.sinks + heads, owned, other=float("-inf"))
+                lse = sinks.to(tl.float32)
             if C.num_priors > 0:
                 state = (lse * LOG2_E, tl.where(lse == float("-inf"), 0.0, 1.0), out)
-                tokens, heads = q_start + rows // C.group, kv_head * C.group + rows % C.group
-                state = resume(state, prior, tokens, heads, rows < num_rows, C)
+                tokens, heads = block.q_start + rows // C.group, kv_head * C.group + rows % C.group
+                state = resume(state, given.prior, tokens, heads, rows < num_rows, C)
                 out, lse = finish_state(state)
-            write_rows(out, lse, rows, num_rows, q_start, kv_head, out_rows, lse_rows, C)
+            write_rows(out, lse, rows, item, given.results, C)

@@ -21,12 +21,13 @@ from anabranch.kernels.constants import (
     with_page_strides,
     with_priors,
 )
-from anabranch.kernels.load.addressing import Rows, list_arguments, view_arguments
+from anabranch.kernels.load.arguments import Rows, list_arguments, view_arguments
 from anabranch.kernels.parts.merge_tree import merge_tree
-from anabranch.kernels.parts.output import write_rows
-from anabranch.kernels.parts.slots import Parts, leave_part
+from anabranch.kernels.parts.slots import Parts, StateRows, leave_part, write_rows
+from anabranch.kernels.schedule.schedule_layout import Block
+from anabranch.kernels.schedule.walk import Item
 from anabranch.kernels.softmax.online_softmax import finish_state
-from anabranch.kernels.triton.attend_block import attend_pair
+from anabranch.kernels.triton.attend_block import Operands, attend_block
 from anabranch.kernels.triton.prior_states import prior_arguments
 from anabranch.keys import KeyView
 from anabranch.launches.recorder import launch
@@ -52,7 +53,7 @@ def attend_lists(
     lists = view.lists
     assert lists is not None
     indices = lists.indices.contiguous()
-    constants = with_page_strides(program.constants, (*view.k[1:3], *view.v[1:3]))
+    constants = with_page_strides(program.constants, view.k[1:3], view.v[1:3])
     shape = ListShape(lists.lists_per_token, lists.num_kv_heads, lists.page_size)
     constants = with_lists(constants, shape)
     if prior is not None:
@@ -102,18 +103,15 @@ def attend_lists_kernel(
     count = tl.minimum(tl.load(counts_ptr + row), width)
     tile = part * C.division.part_tiles
     stop = tl.minimum(tile + C.division.part_tiles, tl.cdiv(count, C.tiles.block_n))
-    state, _ = attend_pair(
-        q, (0, row), (row, 1, count, row * 0), tile, stop, part == 0,
-        (view, (None, None, None), width), rules, 0, prior, None, C,
-    )  # fmt: skip
+    block = Block(row, 0, row, 1, count, 0, 0, 0)
+    item = Item(block, row * 0, tile, stop, part, 1, num_parts, 0, row * num_parts)
+    results = StateRows(out_rows, lse_rows, parts)
+    given = Operands(q, view, (None, None, None), width, rules, 0, prior, results)
+    state, _ = attend_block(item, part == 0, given, C)
     out, lse = finish_state(state)
-    first_slot = row * num_parts
     if num_parts == 1:
-        rows = tl.arange(0, C.tiles.block_m)
-        write_rows(out, lse, rows, C.group, row, 0, out_rows, lse_rows, C)
+        write_rows(out, lse, tl.arange(0, C.tiles.block_m), item, results, C)
     else:
-        leave_part(out, lse, part, first_slot, 0, C.group, parts, C)
+        leave_part(out, lse, part, item, parts, C)
         if C.merging.fused:
-            merge_tree(
-                part, num_parts, first_slot, 0, C.group, row, 0, parts, out_rows, lse_rows, C
-            )
+            merge_tree(item, results, C)

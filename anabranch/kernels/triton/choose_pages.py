@@ -30,12 +30,7 @@ def renew_bounds(
     launch(
         renew_bounds_kernel,
         (num_tokens, num_kv_heads),
-        low,
-        high,
-        k,
-        *k.stride(),
-        slot_mapping,
-        num_tokens,
+        *(low, high, k, *k.stride(), slot_mapping, num_tokens),
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=dim,
         PAGE_SIZE=size,
@@ -67,19 +62,11 @@ def choose_pages(
     table = torch.empty((rows, min(num_chosen, width)), dtype=torch.int32, device=q.device)
     if not table.numel():
         return table
+    pages = page_table, page_table.stride(0), seq_lens
     launch(
         score_pages_kernel,
         (rows, triton.cdiv(width, BLOCK)),
-        q,
-        q.stride(0),
-        q.stride(1),
-        low,
-        high,
-        page_table,
-        page_table.stride(0),
-        seq_lens,
-        scores,
-        width,
+        *(q, q.stride(0), q.stride(1), low, high, *pages, scores, width),
         NUM_KV_HEADS=num_kv_heads,
         GROUP=num_heads // num_kv_heads,
         HEAD_DIM=dim,
@@ -91,14 +78,7 @@ def choose_pages(
     launch(
         pick_pages_kernel,
         (rows,),
-        scores,
-        page_table,
-        page_table.stride(0),
-        seq_lens,
-        table,
-        width,
-        table.shape[1],
-        page_step,
+        *(scores, *pages, table, width, table.shape[1], page_step),
         NUM_KV_HEADS=num_kv_heads,
         PAGE_SIZE=page_size,
         BLOCK_P=power_of_two(width),

@@ -29,18 +29,9 @@ def make_draft_tree(
     mask = torch.zeros((num_tokens, width), dtype=torch.bool, device=parents.device)
     positions = torch.zeros(num_tokens, dtype=torch.int32, device=parents.device)
     if num_seqs:
-        launch(
-            draft_tree_kernel,
-            (num_seqs,),
-            parents,
-            starts,
-            seq_lens,
-            mask.view(torch.uint8),
-            positions,
-            num_tokens,
-            width,
-            num_warps=4,
-        )
+        written = mask.view(torch.uint8), positions
+        given = (parents, starts, seq_lens, *written, num_tokens, width)
+        launch(draft_tree_kernel, (num_seqs,), *given, num_warps=4)
     return mask, positions
 
 

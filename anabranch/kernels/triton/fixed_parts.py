@@ -5,6 +5,8 @@ that holds a whole group merges it as its parts end, and one that holds a whole 
 too: with the same operations as parts and groups that wait in slots are merged.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 from triton import constexpr_function
@@ -21,6 +23,14 @@ from anabranch.kernels.softmax.online_softmax import (
     spread_total,
 )
 from anabranch.kernels.triton.prior_states import resume
+
+
+class Fold(NamedTuple):
+    """Fixed parts that end inside the loop over tiles: what is merged of those before."""
+
+    merges: Any  # as `keep_part` returns them
+    part: Any  # under way
+    end: Any  # the tile at which it ends
 
 
 @constexpr_function
@@ -52,16 +62,15 @@ def transpose_state(state, C: tl.constexpr):
 
 
 @triton.jit
-def collect_state(state, values, prior, rows, is_first, C: tl.constexpr):
+def collect_state(state, queries, is_first, given, C: tl.constexpr):
     """A state as it was before `transpose_state`, with what is left to the end of a part.
 
     The one scale of codes is multiplied into the sum over all tiles; prior states, which the first
-    part of a pair goes on from, have none. `rows` are tokens, heads and which rows there are.
+    part of a block goes on from, have none.
     """
     peak, total, acc = state
-    LATE: tl.constexpr = C.source.v_words and C.source.v_format.scaling == "tensor"
-    if LATE:
-        acc = acc * tl.load(values.scales.ptr)
+    if C.source.scales_sums:
+        acc = acc * tl.load(given.view.v.scales.ptr)
     if C.tiles.keys_first:
         total = tl.sum(total, 0)
         acc = tl.trans(acc)
@@ -70,30 +79,24 @@ def collect_state(state, values, prior, rows, is_first, C: tl.constexpr):
     if C.tiles.lazy_peak:
         total = tl.sum(tl.sum(total, 2), 1)
     state = (peak, total, acc)
-    if C.num_priors > 0 and LATE:
-        tokens, heads, row_mask = rows
-        state = resume(state, prior, tokens, heads, row_mask & is_first, C)
+    if C.num_priors > 0 and C.source.scales_sums:
+        mask = queries.inside & is_first
+        state = resume(state, given.prior, queries.places, queries.heads, mask, C)
     return state
 
 
 @triton.jit
-def close_part(state, fold, held, values, prior, rows, left, kv_head, C: tl.constexpr):
-    """Leave or merge a part whose last tile was attended to; what the next part begins with.
-
-    `fold` is what `keep_part` returns, this part, and the tile at which it ends; `held` as
-    `attend_parts` takes it.
-    """
-    merged, part, end = fold
-    _, _, _, size, _, _ = held
-    state = collect_state(state, values, prior, rows, part == 0, C)
+def close_part(state, fold, queries, item, given, C: tl.constexpr):
+    """Leave or merge a part whose last tile was attended to; what the next part begins with."""
+    state = collect_state(state, queries, fold.part == 0, given, C)
     out, lse = finish_state(state)
-    merged = keep_part(merged, out, lse, part, held, left, kv_head, C)
+    merges = keep_part(fold.merges, out, lse, fold.part, item, given.results.parts, C)
     state = transpose_state(empty_state(C.tiles.block_m, C.tiles.block_dv), C)
-    return state, (merged, part + 1, end + size)
+    return state, Fold(merges, fold.part + 1, fold.end + item.part_tiles)
 
 
 @triton.jit
-def empty_folds(C: tl.constexpr):
+def empty_merges(C: tl.constexpr):
     """What `keep_part` takes before the first part: merges of no groups, and of no parts."""
     merged = empty_state(C.tiles.block_m, C.tiles.block_dv)
     group = ()
@@ -103,13 +106,13 @@ def empty_folds(C: tl.constexpr):
 
 
 @triton.jit
-def keep_part(folds, out, lse, part, held, left, kv_head, C: tl.constexpr):
+def keep_part(merges, out, lse, part, item, parts, C: tl.constexpr):
     """Merge a part into its group, and the group into the block, if their worker holds these.
 
     What is not held whole is left: the parts of a group that is shared, the groups of a block.
     """
-    merged, group = folds
-    first, count, num_parts, _, first_slot, parts = held
+    merged, group = merges
+    first, count, num_parts = item.part, item.count, item.num_parts
     SIZE: tl.constexpr = C.merging.group_parts
     place = part
     is_complete = True
@@ -128,25 +131,24 @@ def keep_part(folds, out, lse, part, held, left, kv_head, C: tl.constexpr):
         if count == num_parts:
             merged = merge_part(merged, out, lse)
         else:
-            leave_part(out, lse, place, first_slot, kv_head, left, parts, C)
+            leave_part(out, lse, place, item, parts, C)
     return merged, group
 
 
 @triton.jit
-def keep_last(folds, out, lse, part, held, left, kv_head, C: tl.constexpr):
+def keep_last(merges, out, lse, part, item, parts, C: tl.constexpr):
     """`keep_part` of the last part that a worker holds; the block's state, if it holds the block.
 
     A merge of one state is that state, so blocks of one part and of one group leave such merges
     out.
     """
-    _, count, num_parts, _, _, _ = held
     SIZE: tl.constexpr = C.merging.group_parts
-    if (count == num_parts) & (num_parts <= SIZE):
+    if (item.count == item.num_parts) & (item.num_parts <= SIZE):
         if SIZE > 1:  # noqa: SIM102 - one is known when compiling, the other is not
-            if num_parts > 1:
-                out, lse = finish_merge(merge_part(folds[1], out, lse))
+            if item.num_parts > 1:
+                out, lse = finish_merge(merge_part(merges[1], out, lse))
     else:
-        folds = keep_part(folds, out, lse, part, held, left, kv_head, C)
-        if count == num_parts:
-            out, lse = finish_merge(folds[0])
+        merges = keep_part(merges, out, lse, part, item, parts, C)
+        if item.count == item.num_parts:
+            out, lse = finish_merge(merges[0])
     return out, lse

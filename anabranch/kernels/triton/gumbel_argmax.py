@@ -46,12 +46,12 @@ def gumbel_argmax(
 def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches on meta tensors of usual vocabularies."""
 
-    def launch(num_rows: int, vocab_size: int) -> object:
+    def launch_case(num_rows: int, vocab_size: int) -> object:
         logs = torch.empty(num_rows, vocab_size, device="meta")
         return gumbel_argmax(logs, torch.empty(num_rows, dtype=torch.int64, device="meta"))
 
     for num_rows, vocab_size in ((1, 49152), (64, 128256), (8, 50257)):
-        yield f"{num_rows} x {vocab_size}", partial(launch, num_rows, vocab_size)
+        yield f"{num_rows} x {vocab_size}", partial(launch_case, num_rows, vocab_size)
 
 
 @triton.jit

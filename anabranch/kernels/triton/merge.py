@@ -56,8 +56,9 @@ def merge(
 
 
 @triton.jit
-def load_part(out_ptr, lse_ptr, strides, lse_strides, tokens, heads, dims, row_mask, dim_mask):
+def load_part(ptrs, strides, lse_strides, tokens, heads, dims, row_mask, dim_mask):
     """Rows of one part and their LSEs; rows outside are those of the empty state."""
+    out_ptr, lse_ptr = ptrs
     row_offsets = tokens * strides[0] + heads * strides[1]
     offsets = row_offsets[:, None] + (dims * strides[2])[None, :]
     out = tl.load(out_ptr + offsets, row_mask[:, None] & dim_mask[None, :], other=0.0)
@@ -100,10 +101,10 @@ def merge_kernel(
             parts = ()
             for i in tl.static_range(BATCH):
                 mask = row_mask & (first + i < num_parts)
+                ptrs = out_ptr + i * out_step, lse_ptr + i * lse_step
                 part = load_part(
-                    out_ptr + i * out_step, lse_ptr + i * lse_step,
-                    strides[1:], lse_strides[1:], tokens, heads, dims, mask, dim_mask,
-                )  # fmt: skip
+                    ptrs, strides[1:], lse_strides[1:], tokens, heads, dims, mask, dim_mask
+                )
                 parts = parts + (part,)  # noqa: RUF005 (the kernel language has no unpacking)
             for i in tl.static_range(BATCH):
                 state = merge_part(state, parts[i][0], parts[i][1])
@@ -112,10 +113,8 @@ def merge_kernel(
     else:
         parts = ()
         for i in tl.static_range(len(outs)):
-            part = load_part(
-                outs[i], lses[i], outs_strides[i], lses_strides[i],
-                tokens, heads, dims, row_mask, dim_mask,
-            )  # fmt: skip
+            ptrs, strides, lse_strides = (outs[i], lses[i]), outs_strides[i], lses_strides[i]
+            part = load_part(ptrs, strides, lse_strides, tokens, heads, dims, row_mask, dim_mask)
             parts = parts + (part,)  # noqa: RUF005
         for i in tl.static_range(len(outs)):
             state = merge_part(state, parts[i][0], parts[i][1])

@@ -23,18 +23,9 @@ def move_rows(
     """Copy the row of each accepted node to the slot of its depth."""
     num_seqs, width = slots.shape
     pieces = triton.cdiv(longest, BLOCK.value)
-    launch(
-        move_rows_kernel,
-        (stores.shape[0] * pieces, num_seqs),
-        stores,
-        slots.contiguous(),
-        path.contiguous(),
-        num_accepted,
-        pieces,
-        width,
-        WORD=WORDS[word_bytes],
-        num_warps=4,
-    )
+    given = stores, slots.contiguous(), path.contiguous(), num_accepted, pieces, width
+    grid = stores.shape[0] * pieces, num_seqs
+    launch(move_rows_kernel, grid, *given, WORD=WORDS[word_bytes], num_warps=4)
 
 
 @triton.jit(do_not_specialize=["pieces", "width"])

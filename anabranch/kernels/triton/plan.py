@@ -25,12 +25,13 @@ from anabranch.kernels.constants import AttendProgram, attend_program
 from anabranch.kernels.list_config import select_lists
 from anabranch.kernels.load.boxes import box_keys
 from anabranch.kernels.load.key_pairs import in_pairs
-from anabranch.kernels.load.packed_codes import in_words
+from anabranch.kernels.load.packed_codes import words_of
 from anabranch.kernels.parts.slots import Parts, num_slots
 from anabranch.kernels.room import Piece, arrange
 from anabranch.kernels.schedule.schedule import schedule
 from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list
+from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY
 
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 
@@ -101,8 +102,7 @@ def fill_plan(call: AttendCall, layout: TritonLayout, room: torch.Tensor) -> Non
 def _select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig | None:
     """Tiles of lists that are attended to without a schedule; None for all other calls."""
     queries, keys, view = call.queries, call.keys, call.view
-    is_plain = view.k.scales is None and view.v.scales is None and not view.values_in_keys
-    if view.lists is None or not is_plain or keys.num_kv_heads != 1:
+    if view.lists is None or not view.is_plain or keys.num_kv_heads != 1:
         return None
     if options.fused_merge is False:
         return None
@@ -147,7 +147,9 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
     num_tokens, num_heads, head_dim_k = q.shape
     group = num_heads // num_kv_heads
     config = options.config
-    code_pairs = q.element_size() == 2 and in_pairs(view)
+    latent, itemsize = view.values_in_keys, q.element_size()
+    code_pairs = in_pairs(view, itemsize)
+    code_pairs = code_pairs and (PAIRS_IN_TENSOR_MEMORY or not has_tensor_memory(q.device))
     if config is None:
         rows_per_seq = options.rows_per_seq
         if rows_per_seq is None:
@@ -157,10 +159,10 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
             num_pairs=INVARIANT_PAIRS if options.batch_invariant else keys.num_seqs * num_kv_heads,
             head_dim_k=head_dim_k,
             head_dim_v=head_dim_v,
-            itemsize=q.element_size(),
+            itemsize=itemsize,
             window=rules.window,
-            latent=view.values_in_keys,
-            quantised=view.k.scales is not None or view.v.scales is not None,
+            latent=latent,
+            quantised=view.is_quantised,
             code_pairs=code_pairs,
             int8_codes=torch.int8 in (view.k.ptr.dtype, view.v.ptr.dtype),
             box_keys=box_keys(view) if has_boxes(q.device) else 0,
@@ -168,17 +170,16 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         )
         per_program, per_sm = shared_memory(q.device)
         # Blackwell's compiler copies values that are columns of keys
-        one_tile = view.values_in_keys and is_main_tile(head_dim_k, head_dim_v)
+        one_tile = latent and is_main_tile(head_dim_k, head_dim_v)
         one_tile = one_tile and not has_tensor_memory(q.device)
-        shape = (head_dim_k, 0 if one_tile else head_dim_v, q.element_size())
-        code_words = q.element_size() == 2 and not view.values_in_keys
-        code_words = code_words and in_words(view.k) and in_words(view.v)
         config = fit_shared_memory(
             config,
-            *shape,
+            head_dim_k,
+            0 if one_tile else head_dim_v,
+            itemsize,
             per_program=per_program,
             per_sm=per_sm,
-            code_words=code_words,
+            code_words=all(words_of(view, itemsize)),
             code_pairs=code_pairs,
             folds_parts=options.batch_invariant,
         )
@@ -195,7 +196,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         page_size=keys.page_size,
         k_format=view.k.format,
         v_format=view.v.format,
-        values_in_keys=view.values_in_keys,
+        latent=latent,
         native_fp8=has_fp8(q.device),
         packed=q.is_cuda and not torch.version.hip,
         folds_parts=options.batch_invariant,

@@ -41,20 +41,18 @@ def share_pages(
     table, rest_table = (page_table.new_empty(rows, max_pages) for rows in (num_spans, num_seqs))
     lengths = (page_table, page_table.stride(0), seq_lens, starts, num_seqs, max_pages)
     if num_seqs:
-        launch(common_pages_kernel, (num_seqs,), *lengths, common, PAGE_SIZE=page_size, num_warps=4)
+        options = {"PAGE_SIZE": page_size, "num_warps": 4}
+        launch(common_pages_kernel, (num_seqs,), *lengths, common, **options)
+    spans_out, rest_out = (cu_seqlens, table, spans), (rest_table, rest_lens)
+    limits = num_tokens, min_saved_keys, min_total_keys
     launch(
         share_pages_kernel,
         (num_seqs + 1,),
         *lengths,
         common,
-        cu_seqlens,
-        table,
-        spans,
-        rest_table,
-        rest_lens,
-        num_tokens,
-        min_saved_keys,
-        min_total_keys,
+        spans_out,
+        rest_out,
+        *limits,
         PAGE_SIZE=page_size,
         LEVELS=levels,
         num_warps=4,
@@ -157,11 +155,8 @@ def share_pages_kernel(
     num_seqs,
     max_pages,
     common_ptr,  # [num_seqs]
-    cu_seqlens_ptr,  # the rest is written: [LEVELS * (num_seqs + 1) + 1]
-    spans_table_ptr,  # [LEVELS * (num_seqs + 1), max_pages]
-    spans_ptr,  # [LEVELS * (num_seqs + 1)]
-    rest_table_ptr,  # [num_seqs, max_pages]
-    rest_lens_ptr,  # [num_seqs]
+    spans_out,  # written: starts [spans + 1], tables [spans, max_pages], lengths [spans]
+    rest_out,  # written: tables [num_seqs, max_pages], lengths [num_seqs]
     num_tokens,
     min_saved_keys,  # by a span,
     min_total_keys,  # and by the batch, if all levels of its prefix tree were shared
@@ -169,7 +164,9 @@ def share_pages_kernel(
     LEVELS: tl.constexpr,
     CHUNK: tl.constexpr = 256,
 ):
-    """The spans of one sequence; sequence num_seqs stands for the tokens of nobody."""
+    """The LEVELS spans of one sequence; sequence num_seqs stands for orphan tokens."""
+    cu_seqlens_ptr, spans_table_ptr, spans_ptr = spans_out
+    rest_table_ptr, rest_lens_ptr = rest_out
     seq = tl.program_id(0)
     row_ptr = table_ptr + seq.to(tl.int64) * table_stride
     owned = seq < num_seqs

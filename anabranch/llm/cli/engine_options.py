@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from anabranch.llm.engine.llm import LLM
 
 SPECULATIVE = ("ngram", "draft", "off")
+DRAFTS = "Where drafts come from: ngram unless given, off with --sparse."
 SPARSE = ("pages", "recent", "off")
 SCORERS = ("multi-query", "batch-expansion")
 DEVICES = ("cuda", "cpu")
-DTYPES = ("float32", "bfloat16", "float16")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+ACTIVATIONS = ("int8", "float32")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +33,14 @@ class EngineOptions:
     )
     device: str | None = option(None, "cuda or cpu; the GPU if there is one.")
     dtype: str | None = option(
-        None, "float32 on a CPU, 16 bits on a GPU unless given.", choices=DTYPES
+        None,
+        "auto, unless given: 16 bits on a GPU; on a CPU float32, and for a .gguf file its own.",
+        choices=DTYPES,
+    )
+    activations: str = option(
+        "int8",
+        "Inputs of products with a .gguf file's weights on a CPU; float32 is exact and slower.",
+        choices=ACTIVATIONS,
     )
     max_model_len: int | None = option(None, "Tokens of a sequence, prompt and output.", at_least=1)
     max_num_batched_tokens: int | None = option(
@@ -46,7 +55,7 @@ class EngineOptions:
         "Format of the KV cache: auto (the model's dtype), fp8, fp8_tensor, int8, q8_0, or two of "
         "these for keys and values: q8_0/fp8.",
     )
-    speculative: str = option("off", "Where drafts come from.", choices=SPECULATIVE)
+    speculative: str | None = option("off", "Where drafts come from.", choices=SPECULATIVE)
     draft_model: str | None = option(None, "For --speculative draft: a model of one vocabulary.")
     num_drafts: int = option(4, "Draft tokens of a sequence and step, at most.")
     tree_width: int = option(
@@ -83,6 +92,13 @@ class EngineOptions:
         check_options(self)
         if self.device is not None and self.device.partition(":")[0] not in DEVICES:
             raise ValueError(f"--device must be {' or '.join(DEVICES)}, got {self.device!r}")
+        if self.speculative is None:  # drafts by default, where they are possible
+            object.__setattr__(self, "speculative", "ngram" if self.sparse == "off" else "off")
+        if "off" not in (self.sparse, self.speculative):
+            raise ValueError(
+                f"--sparse {self.sparse} excludes --speculative {self.speculative}: "
+                "drafts are verified by attention to whole contexts"
+            )
         if self.draft_model is not None and self.speculative != "draft":
             raise ValueError(f"--draft-model needs --speculative draft, not {self.speculative!r}")
         if self.speculative == "draft" and self.draft_model is None:
@@ -99,6 +115,7 @@ class EngineOptions:
         return {
             "device": self.device,
             "dtype": self.dtype,
+            "activations": self.activations,
             "max_model_len": self.max_model_len,
             "max_num_batched_tokens": self.max_num_batched_tokens,
             "page_size": self.page_size,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anabranch.llm.cli.engine_options import SPECULATIVE, EngineOptions
+from anabranch.llm.cli.engine_options import DRAFTS, SPECULATIVE, EngineOptions
 from anabranch.llm.cli.options import add_command, new_app, option
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class GenerateOptions(EngineOptions):
     stop: tuple[str, ...] = option((), "Ends the answer. May be repeated.")
     ignore_eos: bool = option(False, "Continue after the end-of-text token.")
     logprobs: int | None = option(None, "With --json: log probabilities of this many tokens.")
-    speculative: str = option("ngram", "Where drafts come from.", choices=SPECULATIVE)
+    speculative: str | None = option(None, DRAFTS, choices=SPECULATIVE)
     json: bool = option(False, "Print answer and figures as JSON.")
     profile: Path | None = option(
         None, "Folder for a torch profiler trace and a picture of the stages.", metavar="DIR"

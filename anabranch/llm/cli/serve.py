@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from anabranch.llm.cli.engine_options import SPECULATIVE, ServingOptions
+from anabranch.llm.cli.engine_options import DRAFTS, SPECULATIVE, ServingOptions
 from anabranch.llm.cli.options import add_command, new_app, option
 
 KEY_VARIABLE = "ANABRANCH_API_KEY"
@@ -38,22 +38,36 @@ class ServeCommandOptions(ServingOptions):
         None, f"Key that clients must send; {KEY_VARIABLE} unless given; none without either."
     )
     served_name: str | None = option(None, "Name of the model for clients.")
-    speculative: str = option("ngram", "Where drafts come from.", choices=SPECULATIVE)
+    speculative: str | None = option(None, DRAFTS, choices=SPECULATIVE)
     max_queue: int = option(256, "Sequences that may wait; further requests get 429.")
     max_body_mib: int = option(8, "Largest request body, in MiB.")
     max_request_seconds: float = option(600.0, "Longest time for one request.")
     max_prompt_tokens: int | None = option(None, "Longest prompt; the context length unless given.")
+    max_prompt_logprobs: int = option(
+        1 << 18, "Most logprobs of prompts in an answer: tokens times likely tokens at each."
+    )
     header_seconds: float = option(20.0, "Time for the headers of a request to arrive.")
     body_seconds: float = option(60.0, "Time for the body of a request to arrive.")
+    max_connections: int = option(
+        1024, "Open connections; one more ends the one that has waited longest for a request."
+    )
     drain_seconds: float = option(60.0, "Time for open requests to finish after SIGTERM.")
     max_engine_restarts: int = option(
         3, "Restarts of a failed engine in ten minutes; after these, or with 0, exit with code 3."
+    )
+    max_step_seconds: float = option(
+        600.0, "Longest step of an engine; one that takes longer hangs, and is started again."
     )
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose pages may call the server, or '*' for any. May be repeated."
     )
     tool_format: str = option("auto", "How the model writes calls of tools.", choices=TOOL_FORMATS)
     reasoning: bool = option(True, "Separate reasoning from the text of chat answers.")
+    allowed_host: tuple[str, ...] = option(
+        (),
+        "Name under which requests may come, beside this machine's own, or '*' for any; on an "
+        "address of this machine only, others are refused. May be repeated.",
+    )
     log_level: str = option("info", "Least severe messages that are logged.", choices=LOG_LEVELS)
 
 
@@ -80,11 +94,15 @@ def serve(options: ServeCommandOptions) -> None:
             max_body_bytes=options.max_body_mib << 20,
             max_request_seconds=options.max_request_seconds,
             max_prompt_tokens=options.max_prompt_tokens,
+            max_prompt_logprobs=options.max_prompt_logprobs,
             header_seconds=options.header_seconds,
             body_seconds=options.body_seconds,
+            max_connections=options.max_connections,
         ),
         cors_origins=options.cors_origin,
+        allowed_hosts=options.allowed_host,
         max_engine_restarts=options.max_engine_restarts,
+        max_step_seconds=options.max_step_seconds,
         drain_seconds=options.drain_seconds,
         log_level=options.log_level,
         progress=progress_bars(),

@@ -9,9 +9,11 @@ from typing import Any
 from anabranch.llm.engine.limits import Limits
 from anabranch.llm.engine.prompts import Prompt, encode_prompt
 from anabranch.llm.engine.request import Request
+from anabranch.llm.engine.stop_strings import StopStrings
 from anabranch.llm.engine.text_stream import TextStream
 from anabranch.llm.grammar.bad_words import BadWords, bad_word_tokens
 from anabranch.llm.grammar.grammar_compiler import CompiledGrammar, GrammarCompiler
+from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 from anabranch.llm.grammar.token_rules import TokenRules, token_mask
 from anabranch.llm.sampling.noise import child_seed, fresh_seed
 from anabranch.llm.sampling.params import SamplingParams
@@ -54,16 +56,20 @@ class Admission:
         self._check(params)
         seed = params.seed if params.seed is not None else self.seed
         seed = fresh_seed() if seed is None else seed
-        wanted = params.structured_outputs
-        if wanted is not None and grammar is None:
-            grammar = self.grammars.compile(wanted)
+        grammar = grammar or self.grammar(params)
         seqs = [self.sequence(request_id, i, ids, params, seed) for i in range(params.n)]
         if params.constrained:
             for seq in seqs:
                 seq.rules = self._rules(params, grammar)
-        texts = [self._text_stream(ids, params) for _ in seqs]
+        stop = StopStrings(params.stop)
+        texts = [self._text_stream(ids, params, stop) for _ in seqs]
         text = prompt if isinstance(prompt, str) else None
         return Request(request_id, text, ids, params, seqs, texts)
+
+    def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """Of a request, if it has one; `params` may not have been checked yet."""
+        wanted: StructuredOutputs | None = getattr(params, "structured_outputs", None)
+        return None if wanted is None else self.grammars.compile(wanted)
 
     def sequence(
         self, request_id: str, index: int, ids: list[int], params: SamplingParams, seed: int
@@ -96,11 +102,11 @@ class Admission:
             words = BadWords(bad_word_tokens(params.bad_words, self.tokenizer))
         return TokenRules(grammar.begin() if grammar else None, allowed, words)
 
-    def _text_stream(self, ids: list[int], params: SamplingParams) -> TextStream:
+    def _text_stream(self, ids: list[int], params: SamplingParams, stop: StopStrings) -> TextStream:
         return TextStream(
             self.tokenizer,
             prompt=ids,
-            stop=params.stop,
+            stop=stop,
             include_stop=params.include_stop_str_in_output,
             skip_special=params.skip_special_tokens,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,7 +17,7 @@ from anabranch.llm.engine.attention_ways import decode_keys, shared_prefixes
 from anabranch.llm.engine.config import DTYPES, EngineConfig
 from anabranch.llm.engine.drafters import check_windows, make_chain
 from anabranch.llm.engine.limits import Limits, size, text_config, vocab_size
-from anabranch.llm.models import LoadedModel, load_model
+from anabranch.llm.models import Activations, LoadedModel, load_model
 from anabranch.llm.models.decoder import fuse_decoder_layers
 from anabranch.llm.models.experts import use_experts
 from anabranch.llm.models.gated import gate_joined
@@ -42,6 +43,7 @@ from anabranch.llm.speculative.draft_chain import DraftChain, chain_keys
 from anabranch.llm.speculative.draft_inputs import CATCH_UP
 from anabranch.llm.speculative.tree_chain import MAX_DEPTH, TreeChain
 
+log = logging.getLogger("anabranch")
 COMPILED_WEIGHTS = 1_000_000_000
 PACKAGES = ("anabranch", "torch", "transformers")  # that must be the same on every rank
 
@@ -66,6 +68,8 @@ def build(
     """Load, size and capture; among ranks, what this one runs. Rank 0 alone has the draft model."""
     register()
     device = config.resolve_device()
+    if device.type == "cpu" and config.dtype not in (None, "float32"):
+        log.warning("dtype %s on a CPU takes about twice the time of float32", config.dtype)
     say = progress or _silent
     target, draft = make_on_all(ranks, lambda: _load_models(config, device, say, ranks))
     if ranks is not None:
@@ -187,15 +191,24 @@ def _load(
     say: Progress,
     cut: Callable[[Any], object] | None = None,
 ) -> LoadedModel:
-    dtype = DTYPES[config.dtype] if config.dtype else None
-    loaded = load_model(
-        source,
-        device=device,
-        dtype=dtype,
-        attn_implementation=NAME,
-        progress=lambda what: say(what, 0, 0),
-        cut=cut,
-    )
+    dtype = DTYPES.get(config.dtype or "auto")
+    try:
+        loaded = load_model(
+            source,
+            device=device,
+            dtype=dtype,
+            attn_implementation=NAME,
+            progress=lambda what: say(what, 0, 0),
+            cut=cut,
+            activations=Activations(config.activations) if config.num_ranks == 1 else None,
+        )
+    except KeyError as error:
+        if error.args != (NAME,):
+            raise
+        raise ValueError(  # from a table of its own, before weights are read
+            f"{source} has attention classes of its own and none for transformers' "
+            "AttentionInterface, so its keys cannot be kept in pages"
+        ) from error
     use_experts(loaded.model)
     use_router(loaded.model)
     use_latent_attention(loaded.model, max_workspace_mib=config.max_workspace_mib)

@@ -9,10 +9,12 @@ from typing import Any, cast
 import torch
 
 from anabranch.compositions.tree import MAX_NODES
+from anabranch.llm.models import Activations
 from anabranch.llm.runner.cache_formats import CacheFormats, parse_cache_formats
 from anabranch.llm.runner.sparse_decode import SparseConfig, sparse_config
 from anabranch.llm.runner.step_layout import Scorer
 
+ACTIVATIONS = tuple(kind.value for kind in Activations)
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 METHODS = ("ngram", "draft")
 MAX_CHAIN = 32  # drafts that follow each other
@@ -87,7 +89,8 @@ class EngineConfig:
 
     model: str = "smollm2"  # or a directory, a .gguf file, a hub id, dummy:CONFIG
     device: str | None = None  # cpu or cuda; the best there is
-    dtype: str | None = None  # of weights and cache; the model's own
+    dtype: str | None = None  # or "auto": 16 bits on a GPU; on a CPU the formats of a GGUF file
+    activations: str = "int8"  # inputs of products with weights in such formats, or "float32"
     max_model_len: int | None = None  # tokens of a sequence; the model's own limit by default
     max_num_seqs: int | None = None  # running at once: 64 on a GPU, 16 on a CPU
     max_num_batched_tokens: int | None = None  # in a step: 8192 on a GPU, 1024 on a CPU
@@ -112,8 +115,12 @@ class EngineConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "speculative", speculative_config(self.speculative))
         object.__setattr__(self, "sparse", sparse_config(self.sparse))
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.dtype not in (None, "auto", *DTYPES):
+            names = ", ".join(("auto", *DTYPES))
+            raise ValueError(f"dtype must be one of {names}, got {self.dtype!r}")
+        if self.activations not in ACTIVATIONS:
+            names = ", ".join(ACTIVATIONS)
+            raise ValueError(f"activations must be one of {names}, got {self.activations!r}")
         parse_cache_formats(self.kv_cache_dtype)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "page_size"):
             value = getattr(self, name)

@@ -98,8 +98,7 @@ class Engine:
 
     def compile_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """The grammar of a request, if it has one; from any thread, for it may take seconds."""
-        wanted = params.structured_outputs
-        return None if wanted is None else self.admission.grammars.compile(wanted)
+        return self.admission.grammar(params)
 
     def add_request(
         self,
@@ -108,10 +107,7 @@ class Engine:
         params: SamplingParams,
         grammar: CompiledGrammar | None = None,
     ) -> Request:
-        """Queue a request; a bad one is refused here and disturbs no other.
-
-        A `grammar` that was not given is compiled now.
-        """
+        """Queue a request; a bad one is refused here and disturbs no other."""
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is running already")
         request = self.admission.request(request_id, prompt, params, grammar)
@@ -215,6 +211,7 @@ class Engine:
         self.stats.num_graph_steps += launched.graphed
         if samples is not None:
             self.stats.count_saturated(samples.saturated)
+            self.stats.num_nan_rows += samples.num_nan_rows
         changed: dict[str, Request] = {}
         place = 0
         for run in launched.step:
@@ -245,7 +242,7 @@ class Engine:
     def _land_run(
         self,
         run: Scheduled,
-        tokens: list[int],  # none for a part of a prompt
+        tokens: list[int],  # none for a part of a prompt, or where none could be chosen
         accepted: list[int],  # which drafts
         logprobs: HostLogprobs | None,
         launched: Launched,
@@ -256,6 +253,10 @@ class Engine:
         if seq.finished:
             return  # aborted, or stopped while this step was in flight
         launched.land_prompt(run)
+        if run.samples and not tokens:
+            raise FloatingPointError(
+                f"all logits after {len(seq.tokens)} tokens are NaN or -inf: none can be chosen"
+            )
         request = self._requests[seq.request_id]
         if tokens:
             self._count(run, len(accepted), launched.choice.num_drafts)

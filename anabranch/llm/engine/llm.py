@@ -9,9 +9,10 @@ from typing import Any, cast
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.engine import Engine
 from anabranch.llm.engine.outputs import RequestOutput
-from anabranch.llm.engine.prompts import Prompt, check_unicode
+from anabranch.llm.engine.prompts import Prompt, message_text
 from anabranch.llm.engine.request import Request
 from anabranch.llm.engine.stats import EngineStats
+from anabranch.llm.engine.turns import Turns
 from anabranch.llm.runner.model_runner import Progress
 from anabranch.llm.sampling.params import SamplingParams
 
@@ -23,7 +24,8 @@ class LLM:
     """A model that answers prompts, all of them at once.
 
     Options are those of `EngineConfig`; `speculative` may be a `SpeculativeConfig`, its options
-    as a dictionary, or the name of a method alone ("ngram", or "off").
+    as a dictionary, or the name of a method alone ("ngram", or "off"). Threads may share an LLM:
+    their prompts join the same batches.
     """
 
     def __init__(
@@ -31,6 +33,7 @@ class LLM:
     ) -> None:
         self.engine = Engine(EngineConfig(model=model, **options), progress)
         self._numbers = count()
+        self._turns = Turns()
 
     @property
     def tokenizer(self) -> Any:
@@ -60,16 +63,24 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer every prompt; outputs in the order of the prompts.
 
-        If one prompt is refused, none is run.
+        If one prompt is refused, none is run. `advance` is called with the number of output tokens
+        of all prompts, after each step.
         """
         given = _listed(prompts)
         requests = self._add(given, _matched(params, len(given), self.default_params))
-        start = self.stats.num_output_tokens
+        open_requests = list(requests)
+
+        def done() -> bool:
+            while open_requests and open_requests[-1].finished:
+                open_requests.pop()
+            return not open_requests
+
+        def report() -> None:
+            if advance is not None:
+                advance(sum(request.num_output for request in requests))
+
         try:
-            while self.engine.has_work:
-                self.engine.step()
-                if advance:
-                    advance(self.stats.num_output_tokens - start)
+            self._turns.run(self.engine.step, done, report)
         finally:
             self._end(requests)
         return [request.output() for request in requests]
@@ -83,10 +94,14 @@ class LLM:
         try:
             while num_seen < request.num_output or not request.finished:
                 if num_seen < request.num_output:  # by this loop's step or another's
-                    num_seen = request.num_output
-                    yield request.output()
+                    with self._turns.between_steps():
+                        num_seen, output = request.num_output, request.output()
+                    yield output
                 else:
-                    self.engine.step()
+                    self._turns.run(
+                        self.engine.step,
+                        lambda seen=num_seen: request.finished or seen < request.num_output,
+                    )
         finally:
             self._end([request])
 
@@ -115,30 +130,35 @@ class LLM:
         return self.generate(prompts, params, advance=advance)
 
     def chat_prompt(self, messages: Conversation, **options: Any) -> list[int]:
-        """Tokens of a conversation by the model's chat template, which sees the options."""
+        """Tokens of a conversation by the model's chat template, which sees the options.
+
+        The content of a message is text, or a list of parts `{"type": "text", "text": ...}`.
+        """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError(f"{self.engine.model_name} has no chat template")
-        for message in messages:
-            check_unicode(message.get("content") or "")
-        given = {"add_generation_prompt": True, "return_dict": False} | options
-        return cast("list[int]", self.tokenizer.apply_chat_template(list(messages), **given))
+        plain = [dict(message) | {"content": message_text(message)} for message in messages]
+        given: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False} | options
+        with self._turns.between_steps():
+            return cast("list[int]", self.tokenizer.apply_chat_template(plain, **given))
 
     def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
         requests: list[Request] = []
+        grammars = [self.engine.compile_grammar(each) for each in params]  # beside others' steps
         try:
-            for prompt, options in zip(prompts, params, strict=True):
-                request_id = f"{next(self._numbers)}"
-                requests.append(self.engine.add_request(request_id, prompt, options))
+            with self._turns.between_steps():
+                for given in zip(prompts, params, grammars, strict=True):
+                    requests.append(self.engine.add_request(f"{next(self._numbers)}", *given))
         except Exception:
             self._end(requests)
             raise
         return requests
 
     def _end(self, requests: Sequence[Request]) -> None:
-        for request in requests:
-            self.engine.abort(request.request_id)
-        if not (self.engine.num_running or self.engine.num_waiting):
-            self.engine.step()  # takes in what is in flight
+        with self._turns.between_steps():
+            for request in requests:
+                self.engine.abort(request.request_id)
+            if not (self.engine.num_running or self.engine.num_waiting):
+                self.engine.step()  # takes in what is in flight
 
 
 def _listed(prompts: Any) -> list[Prompt]:

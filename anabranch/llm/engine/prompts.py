@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from anabranch.llm.sampling.params import SamplingParams
@@ -51,6 +51,34 @@ def _given_ids(prompt: Any) -> list[int]:
         if isinstance(token, bool) or not isinstance(token, int):
             raise ValueError(f"a prompt of token ids holds integers, got {token!r:.80}")
     return ids
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """The content of a message of a conversation: text, a list of text parts, or nothing."""
+    content: Any = message.get("content")
+    parts = [] if content is None else [content] if isinstance(content, str) else content
+    if not isinstance(parts, list):
+        raise ValueError(
+            f"the content of a message is text or a list of parts, got {content!r:.80}"
+        )
+    texts = [_part_text(part) for part in cast("list[Any]", parts)]
+    for text in texts:
+        check_unicode(text)
+    return "".join(texts)
+
+
+def _part_text(part: Any) -> str:
+    found = part
+    if isinstance(part, Mapping):
+        found = cast("Mapping[str, Any]", part)
+        if found.get("type") != "text":
+            raise ValueError(
+                f"a part of a message is of type 'text', got {found.get('type')!r:.80}"
+            )
+        found = found.get("text")
+    if not isinstance(found, str):
+        raise ValueError(f"a part of a message holds text, got {found!r:.80}")
+    return found
 
 
 def check_unicode(text: str) -> None:

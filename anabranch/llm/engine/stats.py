@@ -63,6 +63,7 @@ class EngineStats:
     num_preemptions: int = 0
     num_graph_steps: int = 0
     num_saturated: int = 0  # elements of keys and values that a quantised cache could not hold
+    num_nan_rows: int = 0  # output tokens that had a NaN among their logits
     stage_ms: dict[str, float] = field(default_factory=dict[str, float])  # sums by stage
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
 

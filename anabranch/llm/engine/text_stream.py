@@ -6,13 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from anabranch.llm.engine.detokeniser import Detokeniser, token_decoder
+from anabranch.llm.engine.stop_strings import START, StopStrings
+
+NO_STOPS = StopStrings()
 
 
 class TextStream:
     """The text of one continuation.
 
     Text may lag behind tokens: some of it depends on the tokens that follow. Text that may turn
-    out to be the beginning of a stop string is held back from `stable_text` as well.
+    out to be the beginning of a stop string is held back from `stable_text` as well. Of several
+    stop strings the first to be complete ends the text, and the longest of those.
     """
 
     def __init__(
@@ -20,16 +24,16 @@ class TextStream:
         tokenizer: Any | None,  # a fast tokenizer of transformers
         *,
         prompt: Sequence[int] = (),
-        stop: Sequence[str] = (),
+        stop: StopStrings = NO_STOPS,
         include_stop: bool = False,
         skip_special: bool = True,
     ) -> None:
         self._pieces: Detokeniser | None = None
         if tokenizer is not None:
             self._pieces = Detokeniser(token_decoder(tokenizer, skip_special), prompt)
-        self._stop = tuple(stop)
+        self._stop = stop
+        self._state, self._num_read = START, 0  # of the stop strings, after this much final text
         self._include_stop = include_stop
-        self._longest = max(map(len, self._stop), default=0)
         self._floor = 0  # characters in which no stop string counts
         self._whole: str | None = None  # up to a stop string
         self.stopped_by: str | None = None
@@ -38,24 +42,33 @@ class TextStream:
         """Add a token; whether it completes a stop string, with or before which the text ends."""
         if self._pieces is None:
             return False
-        known = max(len(self._pieces.text), self._floor)
         self._pieces.push(token)
         if not self._stop:
             return False
-        text = self.text
         if not may_stop:
-            self._floor = len(text)
+            self._floor = len(self.text)
+        final = self._pieces.text
+        end, self._state = self._read(final, self._num_read, self._state)
+        self._num_read = len(final)
+        if end is None and (pending := self._pieces.pending):
+            end, _ = self._read(final + pending, len(final), self._state)
+        if end is None:
             return False
-        starts = [max(known - len(stop) + 1, 0) for stop in self._stop]
-        found = [
-            (text.find(stop, start), stop) for stop, start in zip(self._stop, starts, strict=True)
-        ]
-        found = [(place, stop) for place, stop in found if place >= 0]
-        if not found:
-            return False
-        place, self.stopped_by = min(found)
-        self._whole = text[: place + (len(self.stopped_by) if self._include_stop else 0)]
+        place, stop = end
+        text = self.text
+        begin = place - stop
+        self.stopped_by = text[begin:place]
+        self._whole = text[: place if self._include_stop else begin]
         return True
+
+    def _read(self, text: str, start: int, state: int) -> tuple[tuple[int, int] | None, int]:
+        """Where the first stop string ends and its length, if one does; the state at the end."""
+        stop = self._stop
+        for place in range(start, len(text)):
+            state = stop.step(state, text[place])
+            if (length := stop.found(state)) and place >= self._floor:
+                return (place + 1, length), state
+        return None, state
 
     @property
     def text(self) -> str:
@@ -70,7 +83,4 @@ class TextStream:
         if self._whole is not None or self._pieces is None:
             return self.text
         text = self._pieces.text
-        for size in range(min(self._longest - 1, len(text)), 0, -1):
-            if any(stop.startswith(text[-size:]) for stop in self._stop):
-                return text[:-size]
-        return text
+        return text[: len(text) - self._stop.held(self._state)]

@@ -16,10 +16,12 @@ from anabranch.kernels.cpu.decoder import (
     layer_inputs,
     layer_outputs,
 )
+from anabranch.llm.models.decoder_run import DecoderRun, can_run
 from anabranch.llm.models.gated import GatedMLP
 from anabranch.llm.models.join import JoinedLinears
 from anabranch.llm.models.norm import CpuRMSNorm
 from anabranch.llm.models.packed_linear import PackedLinear
+from anabranch.llm.models.packed_weight import exact_products
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 RECORDER = "anabranch_recorder"
@@ -36,38 +38,62 @@ class CpuDecoderLayer(nn.Module):
         super().__init__()
         self.layer = layer
         self._attention: Any = [layer.self_attn]  # in a list, so that it is registered once
-        self._arguments = arguments
-        self._num_heads, self._before, self._after = _weights(layer)
+        self.arguments = arguments
+        self.num_heads, *weights = _weights(layer)
+        self.weights: tuple[AttentionWeights, OutputWeights] = tuple(weights)
         self._moved = False
+        self._run: DecoderRun | None = None
+        self._index = 0
+
+    @property
+    def attention(self) -> Any:
+        """The attention module of the layer."""
+        return self._attention[0]
+
+    def join(self, run: DecoderRun, index: int) -> None:
+        """Become a layer of a run."""
+        self._run, self._index = run, index
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the layer would give; whatever is unusual, it gives itself."""
+        if self._run is not None and self._run.passes(hidden_states, self._index):
+            return hidden_states
         rotary = cast("Rotary | None", kwargs.get("position_embeddings"))
         unusual = args or kwargs.get("past_key_values") is not None or torch.compiler.is_compiling()
         if rotary is None or unusual or not self._fits(hidden_states, *rotary):
             return self.layer(hidden_states, *args, **kwargs)
+        if self._run is None:
+            return self._forward(hidden_states, rotary, kwargs.get("attention_mask"))
+        y = None if self._index else self._run(hidden_states, rotary)
+        if y is None:
+            y = self._forward(hidden_states, rotary, kwargs.get("attention_mask"))
+            self._run.observe(hidden_states, y, self._index)
+        return y
+
+    def _forward(
+        self, hidden_states: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None
+    ) -> torch.Tensor:
         x = hidden_states.view(-1, hidden_states.shape[-1])
-        q_heads, kv_heads = self._num_heads
-        heads = layer_inputs(x, rotary[0], rotary[1], self._before).transpose(0, 1)[None]
+        before, after = self.weights
+        q_heads, kv_heads = self.num_heads
+        heads = layer_inputs(x, rotary[0], rotary[1], before).transpose(0, 1)[None]
         q, k, v = torch.split(heads, [q_heads, kv_heads, kv_heads], 1)
-        (attention,) = self._attention
         functions = cast("Any", AttentionInterface())
-        function: Any = functions[attention.config._attn_implementation]
-        mask = kwargs.get("attention_mask")
-        out: Any = function(attention, q, k, v, mask, dropout=0.0, **self._arguments)[0]
+        function: Any = functions[self.attention.config._attn_implementation]
+        out: Any = function(self.attention, q, k, v, mask, dropout=0.0, **self.arguments)[0]
         attended = cast("torch.Tensor", out.reshape(len(x), -1).contiguous())
-        return layer_outputs(x, attended, self._after).view_as(hidden_states)
+        return layer_outputs(x, attended, after).view_as(hidden_states)
 
     def _fits(self, x: torch.Tensor, *rotary: torch.Tensor) -> bool:
         if self._moved or len(x) != 1:
             return False
-        numbers = x.shape[1] * self._before.head_dim
+        numbers = x.shape[1] * self.weights[0].head_dim
         plain = (each.dtype == torch.float32 and each.is_contiguous() for each in (x, *rotary))
         return all(plain) and all(each.numel() == numbers for each in rotary)
 
     def _apply(self, fn: Any, recurse: bool = True) -> CpuDecoderLayer:
         """Moved or converted weights are no longer packed."""
-        self._moved = True
+        self._moved, self._run = True, None
         return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
 
 
@@ -88,7 +114,7 @@ def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeigh
     before = AttentionWeights(
         norms[0].weight,
         norms[0].epsilon,
-        qkv.packed,
+        qkv.packed.table,
         qkv.bias,
         qkv.out_features,
         (q_size + k_size) // dim,
@@ -96,7 +122,13 @@ def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeigh
     )
     inner = down.in_features
     after = OutputWeights(
-        o.packed, o.bias, norms[1].weight, norms[1].epsilon, gate_up.packed, down.packed, inner
+        o.packed.table,
+        o.bias,
+        norms[1].weight,
+        norms[1].epsilon,
+        gate_up.packed.table,
+        down.packed.table,
+        inner,
     )
     return (q_size // dim, k_size // dim), before, after
 
@@ -116,7 +148,17 @@ def fuse_decoder_layers(model: nn.Module) -> int:
             if fused is not None:
                 parent[index] = fused
                 count += 1
+        _join_run(parent)
     return count
+
+
+def _join_run(layers: nn.ModuleList) -> None:
+    """Let layers run in one call, if all were fused."""
+    fused = [layer for layer in layers if isinstance(layer, CpuDecoderLayer)]
+    if len(fused) == len(layers) and can_run(fused):
+        run = DecoderRun(fused)
+        for index, layer in enumerate(fused):
+            layer.join(run, index)
 
 
 def _fused(layer: nn.Module) -> CpuDecoderLayer | None:
@@ -125,7 +167,7 @@ def _fused(layer: nn.Module) -> CpuDecoderLayer | None:
         x = torch.randn(1, NUM_TOKENS, len(before.norm))
         cos, sin = (torch.randn(1, NUM_TOKENS, before.head_dim) for _ in range(2))
         inputs: Any = {"position_embeddings": (cos, sin), "attention_mask": None}
-        with _recorded(cast("Any", layer).self_attn.config) as calls:
+        with _recorded(cast("Any", layer).self_attn.config) as calls, exact_products(layer):
             expected: Any = layer(x, **inputs)
             arguments = {name: calls[0][name] for name in calls[0].keys() - IGNORED}
             fused = CpuDecoderLayer(layer, arguments)

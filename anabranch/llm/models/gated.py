@@ -62,8 +62,9 @@ def _gated(block: nn.Module) -> GatedMLP | None:
 
 def _agree(block: nn.Module, gated: GatedMLP) -> bool:
     joined = gated.joined.linear
-    kind = next(joined.parameters())
-    x = torch.randn(1, 2, joined.in_features, dtype=torch.float32).to(kind)
+    x = torch.randn(1, 2, joined.in_features, dtype=torch.float32)
+    if not isinstance(joined, PackedLinear):
+        x = x.to(joined.weight)
     try:
         expected, actual = cast("torch.Tensor", block(x)), gated(x)
     except (TypeError, ValueError, RuntimeError):

@@ -13,45 +13,73 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, GgufConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    GgufConfig,
+    PreTrainedModel,
+)
 
 from anabranch.llm.models.gguf_deepseek import ARCHITECTURE, deepseek_config, deepseek_weights
 from anabranch.llm.models.gguf_llama import is_plain_llama, llama_config, llama_weights
 from anabranch.llm.models.gguf_metadata import GGUFModel, open_gguf
+from anabranch.llm.models.gguf_rows import GGUFRows
 from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer, has_known_words
+from anabranch.llm.models.packed_file import PLAIN, KeptWeight, write_packed
 from anabranch.llm.models.store import CONVERSION, Progress, make_once
 
 SHARD_BYTES = 4 * 2**30
 
 
-def gguf_directory(path: Path, *, progress: Progress | None = None) -> Path:
-    """The transformers directory made from a GGUF file, from the cache where it was made before."""
+def gguf_directory(path: Path, *, packed: bool = False, progress: Progress | None = None) -> Path:
+    """The transformers directory made from a GGUF file, from the cache where it was made before.
+
+    Its weights are safetensors of floats; or `packed` for a CPU, in the formats of the file.
+    """
     stat = path.stat()
     identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERSION}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
 
     def convert(directory: Path) -> None:
-        convert_gguf(path, directory, progress=progress)
+        convert_gguf(path, directory, packed=packed, progress=progress)
 
-    return make_once(f"{path.stem}-{key}", convert)
+    return make_once(f"{path.stem}-{key}{'-packed' if packed else ''}", convert)
 
 
-def convert_gguf(path: Path, directory: Path, *, progress: Progress | None = None) -> None:
+def convert_gguf(
+    path: Path, directory: Path, *, packed: bool = False, progress: Progress | None = None
+) -> None:
     """Write configuration, weights, tokenizer and chat template of a GGUF file to `directory`."""
     if progress:
-        progress(f"converting {path.name}")
+        progress(f"{'packing' if packed else 'converting'} {path.name}")
     model = open_gguf(path)
     if is_plain_llama(model):
         llama_config(model).save_pretrained(directory)
-        _save_weights(llama_weights(model), directory)
+        weights = llama_weights(model)
         gguf_tokenizer(model).save_pretrained(directory)
     elif model.architecture == ARCHITECTURE:
         deepseek_config(model).save_pretrained(directory)
-        _save_weights(deepseek_weights(model), directory)
+        weights = deepseek_weights(model)
         gguf_tokenizer(model).save_pretrained(directory)
     else:
-        _convert_by_transformers(model, directory)
+        weights = _convert_by_transformers(model, directory)
+    if packed:
+        write_packed(directory, _kept_weights(model, weights))
+    else:
+        _save_weights(weights, directory)
     _generation_config(model).save_pretrained(directory)
+
+
+def _kept_weights(
+    model: GGUFModel, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, KeptWeight]]:
+    """Every weight in the format of the file, or as floats where it is no matrix of the file."""
+    rows = GGUFRows(model)
+    for name, weight in weights:
+        part, shape = rows.find(weight), tuple(weight.shape)
+        plain = KeptWeight(PLAIN, shape, weight.float() if part is None else weight)
+        yield name, plain if part is None else KeptWeight(part.format, shape, part.data)
 
 
 def _save_weights(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
@@ -92,7 +120,9 @@ def _generation_config(model: GGUFModel) -> GenerationConfig:
     )
 
 
-def _convert_by_transformers(model: GGUFModel, directory: Path) -> None:
+def _convert_by_transformers(
+    model: GGUFModel, directory: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
     if find_spec("accelerate") is None:
         raise ValueError(
             f"{model.path} has the architecture {model.architecture!r}, which transformers "
@@ -104,8 +134,18 @@ def _convert_by_transformers(model: GGUFModel, directory: Path) -> None:
     converted, report = load(source, **plain, **options, output_loading_info=True)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{model.path} lacks {len(missing)} weights, such as {missing[0]}")
-    converted.save_pretrained(directory)
+    converted.config.save_pretrained(directory)
     load_tokenizer: Any = AutoTokenizer.from_pretrained
     known = has_known_words(model)
     tokenizer = gguf_tokenizer(model) if known else load_tokenizer(source, **options)
     tokenizer.save_pretrained(directory)
+    return _own_weights(converted)
+
+
+def _own_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and kept buffers, tied ones once."""
+    seen: set[int] = set()
+    for name, weight in model.state_dict().items():
+        if weight.data_ptr() not in seen:
+            seen.add(weight.data_ptr())
+            yield name, weight

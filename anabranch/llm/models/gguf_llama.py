@@ -71,9 +71,9 @@ def llama_weights(model: GGUFModel) -> Iterator[tuple[str, torch.Tensor]]:
             continue
         weight = tensor_values(tensor)
         if name.endswith("attn_q.weight"):
-            weight = _halves_from_pairs(weight, num_heads)
+            weight = halves_from_pairs(weight, num_heads)
         elif name.endswith("attn_k.weight"):
-            weight = _halves_from_pairs(weight, num_kv_heads)
+            weight = halves_from_pairs(weight, num_kv_heads)
         yield _transformers_name(name), weight
 
 
@@ -84,7 +84,7 @@ def _transformers_name(name: str) -> str:
     return NAMES.get(name, "")
 
 
-def _halves_from_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
+def halves_from_pairs(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
     """llama.cpp rotates neighbouring rows of a head, transformers row i with row i + dim / 2."""
     rows, columns = weight.shape
     pairs = weight.reshape(num_heads, rows // num_heads // 2, 2, columns)

@@ -12,6 +12,9 @@ from typing import cast
 import torch
 from torch import nn
 
+from anabranch.llm.models.packed_linear import PackedLinear, set_packed
+from anabranch.llm.models.packed_weight import join_weights
+
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
     ("gate_proj", "up_proj"),
@@ -43,9 +46,14 @@ class JoinedLinears(nn.Module):
 
 
 def _concatenate(linears: list[nn.Linear]) -> nn.Linear:
-    weight = torch.cat([linear.weight.detach() for linear in linears])
-    joined = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    joined.weight = nn.Parameter(weight, requires_grad=False)
+    outputs = sum(linear.out_features for linear in linears)
+    joined = nn.Linear(linears[0].in_features, outputs, bias=False, device="meta")
+    if isinstance(linears[0], PackedLinear):
+        packed = [cast("PackedLinear", linear).packed for linear in linears]
+        set_packed(joined, join_weights(packed))
+    else:
+        weight = torch.cat([linear.weight.detach() for linear in linears])
+        joined.weight = nn.Parameter(weight, requires_grad=False)
     if linears[0].bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         bias = torch.cat([linear.bias.detach() for linear in linears])
         joined.bias = nn.Parameter(bias, requires_grad=False)
@@ -84,11 +92,12 @@ def join_projections(model: nn.Module) -> int:
 
 
 def _joinable(linears: Sequence[object]) -> bool:
-    if not all(type(linear) is nn.Linear for linear in linears):
+    if not all(type(linear) in (nn.Linear, PackedLinear) for linear in linears):
         return False
-    typed = cast("list[nn.Linear]", linears)
-    kinds = {
-        (linear.in_features, linear.weight.dtype, linear.bias is None)  # pyright: ignore[reportUnnecessaryComparison]
-        for linear in typed
-    }
-    return len(kinds) == 1
+    return len({_kind(linear) for linear in cast("list[nn.Linear]", linears)}) == 1
+
+
+def _kind(linear: nn.Linear) -> tuple[object, ...]:
+    """What linear maps have in common that are joined."""
+    held = None if isinstance(linear, PackedLinear) else linear.weight.dtype
+    return linear.in_features, held, linear.bias is None  # pyright: ignore[reportUnnecessaryComparison]

@@ -5,20 +5,31 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from anabranch.kernels.cpu.native import native
 from anabranch.llm.models.checkpoint import load_tokenizer, load_weights
 from anabranch.llm.models.dummy import dummy_config, dummy_model
 from anabranch.llm.models.hub import hub_directory
 from anabranch.llm.models.model_config import default_dtype
+from anabranch.llm.models.packed_file import INDEX
+from anabranch.llm.models.packed_model import load_packed
 from anabranch.llm.models.smollm2 import smollm2_directory
 from anabranch.llm.models.store import Progress
 
 DUMMY = "dummy:"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+
+
+class Activations(Enum):
+    """How products with quantised weights take their inputs."""
+
+    INT8 = "int8"  # in blocks of 32 with a scale each
+    FLOAT32 = "float32"  # exact, and slower
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +51,7 @@ def load_model(
     seed: int = 0,
     progress: Progress | None = None,
     cut: Callable[[PreTrainedModel], object] | None = None,
+    activations: Activations | None = None,
 ) -> LoadedModel:
     """Load a model onto a device.
 
@@ -47,7 +59,8 @@ def load_model(
     a hub, or `dummy:CONFIG`: random weights, drawn with `seed`, in the shapes of a config file or
     of one that comes with anabranch. `dtype` is float32 on a CPU and 16 bits elsewhere unless
     given. `progress` is called with each step as it starts. `cut` may leave a part of the model
-    only; that part of a checkpoint alone must fit on the device.
+    only; that part of a checkpoint alone must fit on the device. With `activations`, weights
+    of a GGUF file stay in its formats on a CPU with kernels for them, unless `dtype` is given.
     """
     if source.startswith(DUMMY):
         config = dummy_config(source.removeprefix(DUMMY))
@@ -62,9 +75,18 @@ def load_model(
         if cut is not None:
             cut(model)
         return _loaded(model, None, source)
-    name, directory = _find(source, progress)
+    on_cpu = torch.device(device).type == "cpu" and native() is not None
+    keeps = activations is not None and dtype is None and cut is None and on_cpu
+    name, directory = _find(source, progress, packed=keeps)
     _tell(progress, f"loading {name}")
     tokenizer = load_tokenizer(directory)
+    if activations is not None and (directory / INDEX).is_file():
+        model = load_packed(
+            directory,
+            attn_implementation=attn_implementation,
+            float_inputs=activations is Activations.FLOAT32,
+        )
+        return _loaded(model, tokenizer, name)
     model = load_weights(
         directory, device=device, dtype=dtype, attn_implementation=attn_implementation, cut=cut
     )
@@ -76,17 +98,17 @@ def local_source(source: str, *, progress: Progress | None = None) -> str:
     return source if source.startswith(DUMMY) else str(_find(source, progress)[1])
 
 
-def _find(source: str, progress: Progress | None) -> tuple[str, Path]:
+def _find(source: str, progress: Progress | None, *, packed: bool = False) -> tuple[str, Path]:
     """The name of a model and the transformers directory it lies in, fetched or converted."""
     if source == "smollm2":
-        return source, smollm2_directory(progress=progress)
+        return source, smollm2_directory(packed=packed, progress=progress)
     path = Path(source).expanduser()
     if path.is_dir():
         return path.resolve().name, path
     if path.suffix == ".gguf" and path.is_file():
         from anabranch.llm.models.gguf_file import gguf_directory  # other sources need no gguf
 
-        return path.stem, gguf_directory(path, progress=progress)
+        return path.stem, gguf_directory(path, packed=packed, progress=progress)
     if path.exists():
         raise ValueError(f"{source} is neither a transformers directory nor a .gguf file")
     if path.suffix != ".gguf" and HUB_ID.fullmatch(source):

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -34,6 +34,7 @@ def read_config(path: Path) -> PreTrainedConfig:
             f"{path}: model_type {model_type!r} is not in transformers "
             f"{transformers.__version__}{code}"
         )
+    _check_plain(cast("dict[str, Any]", content), path)
     load: Any = AutoConfig.from_pretrained
     try:
         config = load(path, trust_remote_code=False, local_files_only=True)
@@ -49,6 +50,18 @@ def default_dtype(config: PreTrainedConfig, device: torch.device | str) -> torch
         return torch.float32
     dtype = config.dtype
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
+
+
+def _check_plain(content: dict[str, Any], path: Path) -> None:
+    """Refuse quantised weights, by what the configuration says of them."""
+    found: Any = content.get("quantization_config")
+    if found is None:
+        return
+    method = cast("dict[str, Any]", found).get("quant_method") if isinstance(found, dict) else found
+    raise ValueError(
+        f"{path}: the weights are quantised in the format {method!r}; supported are safetensors of "
+        "float32, float16 or bfloat16, and quantised weights in GGUF files"
+    )
 
 
 def _check_decoder_only(config: PreTrainedConfig, path: Path) -> None:

@@ -8,18 +8,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from anabranch.kernels.cpu.linear import pack, packed_linear, packed_rows, silu_gate, unpack
+from anabranch.kernels.cpu.linear import packed_linear, silu_gate
+from anabranch.llm.models.packed_weight import PackedWeight
 
 
 class PackedLinear(nn.Linear):
-    """nn.Linear whose weight is packed in panels [panels, in_features, 32], and nowhere else.
+    """nn.Linear whose weight is packed, and nowhere else.
 
     All products of SmolLM2-135M for one step on two busy cores of an EPYC, float32, milliseconds
     by oneDNN over its own packed weights / ours: 1 row 38 / 15, 4 rows 27 / 15, 8 rows 32 / 18,
     40 rows 79 / 71, 256 rows 396 / 362.
     """
 
-    packed: torch.Tensor
+    packed: PackedWeight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias."""
@@ -28,11 +29,10 @@ class PackedLinear(nn.Linear):
                 f"input must be float32 [..., {self.in_features}], "
                 f"got {input.dtype} {tuple(input.shape)}"
             )
+        arguments: Any = (input, self.packed.table, self.out_features, self.bias)
         if torch.compiler.is_compiling():
-            return torch.ops.anabranch.packed_linear(
-                input, self.packed, self.out_features, self.bias
-            )
-        return packed_linear(input, self.packed, self.out_features, self.bias)
+            return torch.ops.anabranch.packed_linear(*arguments)
+        return packed_linear(*arguments)
 
     def gated(self, input: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, where the outputs are gate before up."""
@@ -45,7 +45,7 @@ class PackedLinear(nn.Linear):
     @property
     def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """A new tensor [out_features, in_features]."""
-        return unpack(self.packed, self.out_features)
+        return self.packed.expanded()
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Linear:
         """What is moved or converted becomes a plain layer again."""
@@ -53,25 +53,36 @@ class PackedLinear(nn.Linear):
 
 
 class PackedEmbedding(nn.Embedding):
-    """nn.Embedding that reads the packed weight of the output layer it is tied to."""
+    """nn.Embedding over a packed weight, which may be that of the output layer it is tied to."""
 
-    packed: torch.Tensor
+    packed: PackedWeight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Rows of the weight."""
-        return packed_rows(self.packed, input)
+        return self.packed.rows(input)
 
     @property
     def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """A new tensor [num_embeddings, embedding_dim]."""
-        return unpack(self.packed, self.num_embeddings)
+        return self.packed.expanded()
 
     def _apply(self, fn: Any, recurse: bool = True) -> nn.Embedding:
         """What is moved or converted becomes a plain layer again, tied no more."""
         return cast("Any", _plain(self, nn.Embedding))._apply(fn, recurse)
 
 
-PACKED = (PackedLinear, PackedEmbedding)
+PACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: PackedLinear,
+    nn.Embedding: PackedEmbedding,
+}
+
+
+def set_packed(module: nn.Module, packed: PackedWeight) -> None:
+    """Let a linear layer or an embedding read a packed weight instead of its own."""
+    kind = PACKED[type(module)]
+    del module.weight
+    module.__class__ = kind
+    module.add_module("packed", packed)
 
 
 def pack_layers(model: nn.Module, layers: list[nn.Linear]) -> None:
@@ -85,20 +96,15 @@ def pack_layers(model: nn.Module, layers: list[nn.Linear]) -> None:
             tied.setdefault(module.weight, []).append(module)
     for layer in layers:
         weight = layer.weight
-        packed = nn.Parameter(pack(weight.detach()), requires_grad=False)
-        _set_packed(layer, PackedLinear, packed)
+        packed = PackedWeight.of_floats(weight.detach())
+        set_packed(layer, packed)
         for embedding in tied.pop(weight, []):
-            _set_packed(embedding, PackedEmbedding, packed)
-    packed = {id(module.packed) for module in model.modules() if isinstance(module, PACKED)}
+            set_packed(embedding, packed)
+    weights = [module for module in model.modules() if isinstance(module, PackedWeight)]
+    packed = {id(data) for weight in weights for data in weight.data}
     for tensor in (*model.parameters(), *model.buffers()):
         if id(tensor) not in packed:
             tensor.data = tensor.detach().clone()
-
-
-def _set_packed(module: nn.Module, kind: type[nn.Module], packed: nn.Parameter) -> None:
-    del module.weight
-    module.__class__ = kind
-    module.register_parameter("packed", packed)
 
 
 def _plain(module: PackedLinear | PackedEmbedding, kind: type[nn.Module]) -> nn.Module:
@@ -111,12 +117,12 @@ def _plain(module: PackedLinear | PackedEmbedding, kind: type[nn.Module]) -> nn.
 
 @torch.library.custom_op("anabranch::packed_linear", mutates_args=())
 def _packed_linear_op(
-    x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None
+    x: torch.Tensor, table: torch.Tensor, n: int, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    return packed_linear(x, packed, n, bias)
+    return packed_linear(x, table, n, bias)
 
 
 @_packed_linear_op.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(x: torch.Tensor, packed: torch.Tensor, n: int, bias: torch.Tensor | None) -> torch.Tensor:
-    del packed, bias
+def _(x: torch.Tensor, table: torch.Tensor, n: int, bias: torch.Tensor | None) -> torch.Tensor:
+    del table, bias
     return x.new_empty(*x.shape[:-1], n)

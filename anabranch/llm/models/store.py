@@ -9,7 +9,7 @@ from pathlib import Path
 
 from anabranch.launches.build_cache import cache_directory
 
-CONVERSION = 1  # raised when a conversion would come out differently
+CONVERSION = 2  # raised when a conversion would come out differently
 Progress = Callable[[str], None]  # called with what starts now
 
 

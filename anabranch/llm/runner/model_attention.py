@@ -17,17 +17,17 @@ from torch import nn
 
 from anabranch.attend import attend
 from anabranch.compositions.up_projection import UpProjection
+from anabranch.kernels.cpu.layer_run import PagedStep
 from anabranch.keys import DenseKV
 from anabranch.llm.runner.kv_cache import LayerCache, LayerShape
 from anabranch.llm.runner.latent_step import attend_fresh_rows, attend_latent
 from anabranch.llm.runner.step import Step
 
 NAME = "anabranch_engine"
-KINDS = ("full_attention", "sliding_attention")  # of layers that keep keys and values only
 _numbers = count()
 _steps: dict[int, Step] = {}
 Layers = dict[nn.Module, LayerShape]
-_found: ContextVar[Layers] = ContextVar("_found")  # filled by find_layers
+_found: ContextVar[Layers] = ContextVar("_found")  # filled while layers are collected
 
 
 def register() -> None:
@@ -63,9 +63,9 @@ def engine_attention(
         rows = k[:, 0]
         out = _latent_attention(module, q, rows, up_projection, scale, max_workspace_mib)
         return out[None], None
-    if not hasattr(module, "anabranch_slot"):  # called by find_layers
+    if not hasattr(module, "anabranch_slot"):  # not bound: layers are being collected
         _check_window(module, sliding_window)
-        _found.get()[module] = LayerShape(k.shape[1], k.shape[2], v.shape[2], k.dtype)
+        _collect(module, LayerShape(k.shape[1], k.shape[2], v.shape[2], k.dtype))
         keys = DenseKV(k[None], v[None])
         state = attend(
             q[None], keys, scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux
@@ -83,6 +83,20 @@ def engine_attention(
     return cast("torch.Tensor", out)[None], None
 
 
+def paged_step(
+    attentions: Sequence[nn.Module], num_tokens: int, num_heads: int
+) -> PagedStep | None:
+    """What all of these layers read in the step that runs, where one kernel can serve them all."""
+    slot = cast("int | None", getattr(attentions[0], "anabranch_slot", None))
+    if slot is None:
+        return None
+    caches = cast("list[LayerCache]", [module.anabranch_cache for module in attentions])
+    return _steps[slot].paged_step(caches, num_tokens, num_heads)
+
+
+cast("Any", engine_attention).paged_step = paged_step  # as models ask for it
+
+
 def _latent_attention(
     module: nn.Module,
     q: torch.Tensor,
@@ -92,9 +106,8 @@ def _latent_attention(
     max_workspace_mib: float,
 ) -> torch.Tensor:
     """Attention over the latent rows of the engine's cache."""
-    if not hasattr(module, "anabranch_slot"):  # called by find_layers
-        shape = LayerShape(1, rows.shape[1], up.rank, rows.dtype, is_latent=True)
-        _found.get()[module] = shape
+    if not hasattr(module, "anabranch_slot"):
+        _collect(module, LayerShape(1, rows.shape[1], up.rank, rows.dtype, is_latent=True))
         return attend_fresh_rows(q, rows, up, scale=scale)
     cache, slot = cast("tuple[LayerCache, int]", (module.anabranch_cache, module.anabranch_slot))
     if torch.compiler.is_compiling():
@@ -112,6 +125,28 @@ def _latent_attention(
     return attend_latent(_steps[slot], q, rows, cache, up, **options)
 
 
+@contextmanager
+def collecting() -> Generator[Layers]:
+    """Let layers that are not bound attend to new keys alone, and note what each of them keeps."""
+    layers: Layers = {}
+    token = _found.set(layers)
+    try:
+        yield layers
+    finally:
+        _found.reset(token)
+
+
+def _collect(module: nn.Module, shape: LayerShape) -> None:
+    layers, name = _found.get(), type(module).__name__
+    if module in layers:
+        raise ValueError(
+            f"{name} calls attention twice in a step: a layer keeps the keys and values of one call"
+        )
+    if getattr(module, "is_causal", True) is False:
+        raise ValueError(f"{name} is not causal: keys in pages would depend on later tokens")
+    layers[module] = shape
+
+
 def _check_window(module: nn.Module, window: int | None) -> None:
     """Refuse layers whose window is given by a mask only, since the engine makes no masks."""
     kinds: Sequence[str] | None = getattr(getattr(module, "config", None), "layer_types", None)
@@ -123,38 +158,6 @@ def _check_window(module: nn.Module, window: int | None) -> None:
             f"layer {index} of kind {kinds[index]!r} gives {type(module).__name__} no "
             "sliding_window: its attention cannot be distinguished from full attention"
         )
-
-
-def _check_kept(model: nn.Module) -> None:
-    """Refuse models with layers that keep something else than keys and values."""
-    config = cast("Any", model).config.get_text_config()
-    kinds: Sequence[str] = getattr(config, "layer_types", None) or ()
-    other = next((kind for kind in kinds if kind not in KINDS), None)
-    if other is not None or getattr(model, "_is_stateful", False):
-        raise ValueError(
-            f"{type(model).__name__} has layers of kind {other or 'recurrent'!r}; "
-            f"pages hold keys and values, those of {' and '.join(KINDS)}"
-        )
-
-
-def find_layers(model: nn.Module, num_tokens: int, vocab_size: int) -> Layers:
-    """Run the model once over some tokens; its attention layers, in order, and what they keep."""
-    _check_kept(model)
-    device = next(model.parameters()).device
-    ids = torch.arange(num_tokens, device=device)[None] % vocab_size
-    layers: Layers = {}
-    token = _found.set(layers)
-    positions = torch.arange(num_tokens, device=device)[None]
-    try:
-        model(input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=1)
-    finally:
-        _found.reset(token)
-    if not layers:
-        raise ValueError(
-            f"{type(model).__name__} does not call attention through transformers' "
-            "AttentionInterface, so its keys cannot be kept in pages"
-        )
-    return layers
 
 
 def bind_layers(layers: Sequence[nn.Module], caches: Sequence[LayerCache]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple, cast
@@ -19,6 +20,7 @@ from anabranch.compositions.cascade import (
 )
 from anabranch.compositions.prompt_pieces import PromptLayout
 from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
+from anabranch.kernels.cpu.layer_run import PagedStep
 from anabranch.keys import KeySource, PagedKV
 from anabranch.llm.runner.entry import Entry
 from anabranch.llm.runner.host_lens import HostLens
@@ -114,6 +116,22 @@ class Step:
                     states.append(self._state(q, place, keys, rules))
             outs.append(states[0].out if len(states) == 1 else merge(*states, with_lse=False))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def paged_step(
+        self, caches: Sequence[LayerCache], num_tokens: int, num_heads: int
+    ) -> PagedStep | None:
+        """On a CPU, what one call for all layers reads; None where each is called by itself."""
+        first, entry = caches[0], self.entries[0]
+        if self.sparse is not None or entry.way != WHOLE or num_tokens != len(self.slot_mapping):
+            return None
+        if not _are_alike(caches):
+            return None
+        q = first.k.new_empty(num_tokens, num_heads, first.k.shape[-1])
+        if not self._reads_pages(q, q, q, first, None, None):
+            return None
+        keys = first.keys(entry.page_table, entry.seq_lens)
+        stores = [(cache.k, cache.v) for cache in caches]
+        return PagedStep(keys, stores, entry.cu_seqlens_q, self.slot_mapping)
 
     def _reads_pages(
         self,
@@ -240,6 +258,14 @@ class Step:
             )
             self._plans[kind] = plan
         return plan
+
+
+def _are_alike(caches: Sequence[LayerCache]) -> bool:
+    """Whether layers keep floats in the same shapes and strides."""
+    shapes = {(*x.k.shape, *x.k.stride(), *x.v.shape, *x.v.stride()) for x in caches}
+    return len(shapes) == 1 and all(
+        cache.is_plain and cache.k.dtype == cache.v.dtype == torch.float32 for cache in caches
+    )
 
 
 def _shapes(q: torch.Tensor, keys: KeySource) -> tuple[object, ...]:

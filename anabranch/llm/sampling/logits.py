@@ -1,4 +1,7 @@
-"""What changes logits before a token is chosen: biases, bans, penalties and temperature."""
+"""What changes logits before a token is chosen: biases, bans, penalties and temperature.
+
+A logit that is NaN counts as -inf wherever logits are read, whatever else is sampled beside it.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +22,39 @@ def clean_scores(logits: Tensor) -> Tensor:
     return scores.nan_to_num_(nan=-torch.inf, posinf=_LARGE, neginf=-torch.inf)
 
 
+def drop_nan(logits: Tensor) -> Tensor:
+    """A copy of the same dtype in which NaN counts as -inf."""
+    return torch.nan_to_num(logits, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def row_peaks(logits: Tensor, scores: Tensor, best: Tensor) -> Tensor:
+    """Of each row, float32 [rows, 2]: the score of `best` [rows], and the largest logit.
+
+    The first is -inf where no token is left to choose, the second is NaN where a logit is.
+    """
+    largest = logits.amax(1) if not _in_pieces(logits) else _pieces(logits).amax(2).amax(1)
+    return torch.stack([scores.gather(1, best.unsqueeze(1)).squeeze(1).float(), largest.float()], 1)
+
+
 def first_argmax(scores: Tensor) -> Tensor:
     """The first of the largest scores of each row.
 
     torch gives a row to one block of threads: on an H200 37 us for a row of 128256, 10 in pieces.
     """
+    return _argmax_in_pieces(scores) if _in_pieces(scores) else scores.argmax(1)
+
+
+def _in_pieces(scores: Tensor) -> bool:
     num_rows, vocab_size = scores.shape
-    if not scores.is_cuda or num_rows > _FEW_ROWS or vocab_size % _PIECES:
-        return scores.argmax(1)
-    return _argmax_in_pieces(scores)
+    return scores.is_cuda and num_rows <= _FEW_ROWS and vocab_size % _PIECES == 0
+
+
+def _pieces(scores: Tensor) -> Tensor:
+    return scores.view(len(scores), _PIECES, -1)
 
 
 def _argmax_in_pieces(scores: Tensor) -> Tensor:
-    pieces = scores.view(len(scores), _PIECES, -1)
+    pieces = _pieces(scores)
     best = torch.max(pieces, 2)
     piece = best.values.argmax(1, keepdim=True)
     return (piece * pieces.shape[2] + best.indices.gather(1, piece)).squeeze(1)

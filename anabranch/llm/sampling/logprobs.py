@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.llm.sampling.logits import clean_scores
+
 _ROWS_AT_ONCE = 128  # of the prompt, each a row of float32 logits
 
 
@@ -21,8 +23,8 @@ class Logprobs(NamedTuple):
 
 def token_logprobs(logits: Tensor, tokens: Tensor, num_top: int) -> Logprobs:
     """Logprobs of `tokens` [rows] and of the `num_top` likeliest under `logits` [rows, vocab]."""
-    logits = logits.float()
-    norm = logits.logsumexp(1)
+    logits = clean_scores(logits)
+    norm = logits.logsumexp(1).clamp_(min=torch.finfo(torch.float32).min)
     chosen = logits.gather(1, tokens.long().unsqueeze(1))
     ranks = (logits > chosen).sum(1) + 1
     top, top_ids = logits.topk(num_top)

@@ -13,6 +13,7 @@ from anabranch.llm.sampling.filters import apply_filters, top_k_bounds
 from anabranch.llm.sampling.logits import (
     add_biases,
     clean_scores,
+    drop_nan,
     log_weights,
     mask_tokens,
     penalise,
@@ -89,10 +90,10 @@ class SampleStep:
         return arrays
 
     def process(self, logits: Tensor, counts: TokenCounts | None) -> Tensor:
-        """The logits with biases, bans and penalties; the logits themselves if there are none."""
+        """A copy of the logits without NaN and with biases, bans and penalties."""
         biased, masked = "biases" in self.tensors, "mask_rows" in self.tensors
         if not (biased or masked or self.work & (Work.DRAW | Work.PENALTIES)):
-            return logits
+            return drop_nan(logits)
         scores = clean_scores(logits)
         if biased:
             add_biases(scores, self.tensors["bias_places"], self.tensors["biases"])
@@ -156,12 +157,14 @@ class SampleStep:
         """Of the emitted tokens, given those chosen at each row; those of padding mean nothing."""
         num_top = int(self._table["num_top"].max())
         found = token_logprobs(logits, chosen, num_top)
+        return Logprobs(*(self.emitted(part, verified) for part in found))
+
+    def emitted(self, rows: Tensor, verified: Verified | None) -> Tensor:
+        """Values of each row of logits [num_logits, ...] by sequence and emitted token."""
         if verified is None:
-            return Logprobs(*(part.unsqueeze(1) for part in found))
-        by_seq = Logprobs(*(self._by_seq(part) for part in found))
-        if verified.path is None:
-            return by_seq
-        return Logprobs(*(_along(part, verified.path) for part in by_seq))
+            return rows.unsqueeze(1)
+        by_seq = self._by_seq(rows)
+        return by_seq if verified.path is None else _along(by_seq, verified.path)
 
 
 def _along(values: Tensor, path: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from anabranch.llm.sampling.batch import SampleBatch
-from anabranch.llm.sampling.logits import first_argmax
+from anabranch.llm.sampling.logits import first_argmax, row_peaks
 from anabranch.llm.sampling.parameter_rows import SamplingRows, Work
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.sample_step import SampleStep
@@ -61,8 +61,11 @@ class Sampler:
         self._check(logits, batch)
         step = SampleStep(self._rows, batch, self.device)
         scores = step.process(logits, self._counts)
-        chosen = step.choose(scores, first_argmax(scores))
+        best = first_argmax(scores)
+        peaks = row_peaks(logits, scores, best)
+        chosen = step.choose(scores, best)
         verified = step.verify(chosen) if batch.max_drafts else None
+        peaks = step.emitted(peaks, verified)
         if verified is not None:
             tokens, num_accepted, path = verified
             num_emitted = num_accepted + 1
@@ -76,7 +79,7 @@ class Sampler:
         logprobs = None
         if Work.LOGPROBS in step.work:
             logprobs = step.logprobs(logits, chosen, verified)
-        return SampleOutput(tokens, num_emitted, num_accepted, logprobs, path)
+        return SampleOutput(tokens, num_emitted, num_accepted, peaks, logprobs, path)
 
     def _check(self, logits: Tensor, batch: SampleBatch) -> None:
         if logits.shape != (batch.num_logits, self.vocab_size):

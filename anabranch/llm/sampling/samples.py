@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from anabranch.llm.sampling.logprobs import Logprobs
@@ -20,6 +21,7 @@ class SampleOutput:
     tokens: Tensor  # [num_seqs, max_drafts + 1], int64
     num_emitted: Tensor  # [num_seqs], int64
     num_accepted: Tensor  # [num_seqs], int64
+    peaks: Tensor  # [num_seqs, max_drafts + 1, 2], of `row_peaks`
     logprobs: Logprobs | None = None  # of [num_seqs, max_drafts + 1] tokens
     path: Tensor | None = None  # of trees, [num_seqs, max_drafts + 1]: the node of each token
 
@@ -32,7 +34,7 @@ class SampleOutput:
 
     def to_host(self, saturated: Tensor | None = None) -> PendingSamples:
         """Starts the one copy to the host, which takes along a counter of the caches."""
-        tensors = {"tokens": self.tokens, "num_accepted": self.num_accepted}
+        tensors = {"tokens": self.tokens, "num_accepted": self.num_accepted, "peaks": self.peaks}
         if self.path is not None:
             tensors["path"] = self.path
         if saturated is not None:
@@ -56,11 +58,12 @@ class HostLogprobs:
 class HostSamples:
     """The emitted tokens, a list for each sequence, without padding."""
 
-    tokens: list[list[int]]
+    tokens: list[list[int]]  # none where no token could be chosen
     num_accepted: list[int]
     accepted: list[list[int]]  # which drafts, in the order of the tokens
     logprobs: list[HostLogprobs] | None = None
     saturated: int = 0  # the counter that came along, of 32 bits
+    num_nan_rows: int = 0  # emitted tokens that had a NaN among their logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +85,15 @@ class PendingSamples:
             accepted = [
                 path[1 : 1 + count] for path, count in zip(paths, num_accepted, strict=True)
             ]
-        if not arrays:
-            return HostSamples(tokens, num_accepted, accepted, saturated=saturated)
-        logprobs = [
-            HostLogprobs(**{name: array[seq, : accepted + 1] for name, array in arrays.items()})
-            for seq, accepted in enumerate(num_accepted)
-        ]
-        return HostSamples(tokens, num_accepted, accepted, logprobs, saturated)
+        peaks = arrays.pop("peaks")
+        for seq, count in enumerate(num_accepted):
+            if -np.inf in peaks[seq, : count + 1, 0]:
+                tokens[seq] = []
+        num_nan = sum(int(np.isnan(peaks[i, : n + 1, 1]).sum()) for i, n in enumerate(num_accepted))
+        logprobs = None
+        if arrays:
+            logprobs = [
+                HostLogprobs(**{name: array[seq, : count + 1] for name, array in arrays.items()})
+                for seq, count in enumerate(num_accepted)
+            ]
+        return HostSamples(tokens, num_accepted, accepted, logprobs, saturated, num_nan)

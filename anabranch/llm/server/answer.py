@@ -12,8 +12,9 @@ import secrets
 import sys
 import time
 import traceback
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from functools import partial
 
 from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -26,7 +27,6 @@ from anabranch.llm.server.reply import Reply, count_usage
 from anabranch.llm.server.service import Service
 
 LAST_EVENT_SECONDS = 5.0  # for a client to read why its stream ends
-LARGE_ANSWER = 1000  # logprobs or tokens; written in a thread beside the event loop
 _JSON = [(b"content-type", b"application/json")]
 _EVENTS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
@@ -100,8 +100,8 @@ class Answer(Response):
         parts: list[list[RequestDelta]] = [[] for _ in self._prompts]
         async for place, delta in deltas:
             parts[place].append(delta)
-        large = self._num_output * (1 + (self._reply.params.logprobs or 0)) > LARGE_ANSWER
-        body = await asyncio.to_thread(self._body, parts) if large else self._body(parts)
+        num_items = self._num_output + sum(map(_num_logprobs, parts))
+        body = await self._service.writing.run(num_items, partial(self._body, parts))
         headers = [*_JSON, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -112,7 +112,9 @@ class Answer(Response):
 
     async def _stream(self, deltas: AsyncGenerator[tuple[int, RequestDelta]], send: Send) -> None:
         async for place, delta in deltas:
-            events = self._reply.events(place, delta)
+            events = await self._service.writing.run(
+                delta.num_tokens + delta.num_logprobs, partial(self._reply.events, place, delta)
+            )
             if not self._started:
                 self._started = True
                 await send({"type": "http.response.start", "status": 200, "headers": _EVENTS})
@@ -132,6 +134,10 @@ class Answer(Response):
 
     def _usage(self) -> Usage:
         return count_usage(self._prompts, self._num_output, self._num_cached)
+
+
+def _num_logprobs(deltas: Iterable[RequestDelta]) -> int:
+    return sum(delta.num_logprobs for delta in deltas)
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -19,18 +19,25 @@ from anabranch.llm.server import (
     responses,
     status_endpoints,
 )
-from anabranch.llm.server.gate import Gate
+from anabranch.llm.server.gate import Gate, checked_key
+from anabranch.llm.server.host_names import HostNames
 from anabranch.llm.server.service import Service
 
+LOCAL_HOSTS = HostNames()
 PAGE = Path(__file__).parent / "page"
 
 
 def make_app(
-    service: Service, *, api_key: str | None = None, cors_origins: Sequence[str] = ()
+    service: Service,
+    *,
+    api_key: str | None = None,
+    cors_origins: Sequence[str] = (),
+    hosts: HostNames | None = LOCAL_HOSTS,
 ) -> FastAPI:
     """An ASGI application that serves one model.
 
-    Pages from `cors_origins` may call it from a browser; "*" stands for any origin.
+    Pages from `cors_origins` may call it from a browser; "*" stands for any origin. It answers
+    under `hosts`, this machine's own names unless given; None stands for any host.
     """
     app = FastAPI(
         title="anabranch",
@@ -42,7 +49,12 @@ def make_app(
     error_handlers.install(app)
     for module in (completions, chat, responses, model_endpoints, status_endpoints, markdown):
         app.include_router(module.router)
-    app.add_middleware(Gate, api_key=api_key, max_body_bytes=service.limits.max_body_bytes)
+    app.add_middleware(
+        Gate,
+        api_key=None if api_key is None else checked_key(api_key),
+        max_body_bytes=service.limits.max_body_bytes,
+        hosts=hosts,
+    )
     _check_origins(cors_origins)
     if cors_origins:  # outside the gate: a browser asks without the key first
         app.add_middleware(

@@ -38,15 +38,16 @@ class Channel:
         """Queue a message. It must not change any more: another thread pickles it."""
         self._outbox.put((message,))
 
-    def flush(self) -> None:
-        """Wait until all is written; nothing can be sent after it."""
+    def flush(self, seconds: float) -> None:
+        """Wait until all is written, but no longer; nothing can be sent after it."""
         self._outbox.put(None)
-        self._writer.join()
+        self._writer.join(seconds)
 
     def close(self) -> None:
-        """Hang up, on both sides."""
-        self.flush()
-        self._hang_up()
+        """Hang up, on both sides; what is not written yet is lost. Not from `receive`."""
+        self._hang_up()  # first: the writer may wait for another side that does not read
+        self._outbox.put(None)
+        self._writer.join()
         self._reader.join()
         self._connection.close()
 
@@ -55,7 +56,7 @@ class Channel:
             contextlib.suppress(OSError),  # the other side was faster
             socket.socket(fileno=os.dup(self._connection.fileno())) as end,
         ):
-            end.shutdown(socket.SHUT_RDWR)  # closing alone would not wake a thread that reads
+            end.shutdown(socket.SHUT_RDWR)  # closing alone would not wake threads that wait
 
     def _write(self) -> None:
         try:

@@ -33,6 +33,7 @@ from anabranch.llm.server.reply import (
     OriginWriter,
     finish_reason,
     prompt_logprobs,
+    refuse_many_logprobs,
     refuse_stream_options,
     sends_only_text,
     written,
@@ -75,6 +76,8 @@ class ChatReply:
         """Tokens of the conversation."""
         self._prompt = self._job.encode()
         self.params = self._job.params
+        if (wanted := self._body.prompt_logprobs) is not None:
+            refuse_many_logprobs([self._prompt], wanted + 1, self._service.limits)
         return [self._prompt]
 
     def _writer(self, number: int) -> MessageWriter | None:

@@ -12,9 +12,14 @@ from contextlib import AbstractContextManager, nullcontext
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.server.app import make_app
 from anabranch.llm.server.engine_process import Progress
+from anabranch.llm.server.engine_watch import HangPolicy
+from anabranch.llm.server.gate import checked_key
 from anabranch.llm.server.heap import return_large_blocks
+from anabranch.llm.server.host_names import HostNames, is_loopback
 from anabranch.llm.server.http_server import HttpServer
-from anabranch.llm.server.restarting_engine import RestartingEngine, RestartPolicy
+from anabranch.llm.server.open_files import make_room_for
+from anabranch.llm.server.restart_policy import RestartPolicy
+from anabranch.llm.server.restarting_engine import RestartingEngine
 from anabranch.llm.server.server_limits import ServerLimits
 from anabranch.llm.server.service import make_service
 
@@ -31,7 +36,9 @@ def serve(
     model_name: str | None = None,
     limits: ServerLimits | None = None,
     cors_origins: Sequence[str] = (),
+    allowed_hosts: Sequence[str] = (),
     max_engine_restarts: int = 3,
+    max_step_seconds: float = 600.0,
     drain_seconds: float = DRAIN_SECONDS,
     log_level: str = "info",
     progress: AbstractContextManager[Progress | None] | None = None,
@@ -41,32 +48,40 @@ def serve(
     """Serve a model until SIGTERM or SIGINT; open requests are answered first.
 
     `model_name` is what clients call the model, its own name by default. Requests that are open
-    `drain_seconds` after the signal end with an error. An engine that fails is started again, at
-    most `max_engine_restarts` times in ten minutes; then the process exits with code 3.
+    `drain_seconds` after the signal end with an error. An engine that fails, hangs, or takes more
+    than `max_step_seconds` for a step is started again, at most `max_engine_restarts` times in ten
+    minutes; then the process exits with code 3.
     `progress` is open while the engine starts. `tool_format` is how the model writes calls of
     tools; with `reasoning`, it is separated from the text of answers.
+
+    On an address of this machine only, requests must name it or one of `allowed_hosts`; on others
+    they must only where `allowed_hosts` are given. "*" stands for any host.
     """
-    if api_key is not None and not api_key.strip():
-        raise ValueError("api_key must not be empty")
+    api_key = None if api_key is None else checked_key(api_key)
+    limits = limits or ServerLimits()
+    any_host = "*" in allowed_hosts or not (allowed_hosts or is_loopback(host))
+    hosts = None if any_host else HostNames(allowed_hosts)
     if not drain_seconds >= 0:
         raise ValueError(f"drain_seconds must be at least 0, got {drain_seconds}")
     policy = RestartPolicy(max_restarts=max_engine_restarts)
+    hangs = HangPolicy(step_seconds=max_step_seconds)
     check_address(host, port)
     return_large_blocks()
+    make_room_for(limits.max_connections)
     # uvicorn raises a signal again when it has drained; this lets the engine be closed, too
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     with progress or nullcontext() as advance:
-        engine = RestartingEngine(config, advance, policy=policy)
+        engine = RestartingEngine(config, advance, policy=policy, hangs=hangs)
     try:
         service = make_service(
             engine,
-            limits=limits or ServerLimits(),
+            limits=limits,
             model_name=model_name,
             created=int(time.time()),
             tool_format=tool_format,
             reasoning=reasoning,
         )
-        app = make_app(service, api_key=api_key, cors_origins=cors_origins)
+        app = make_app(service, api_key=api_key, cors_origins=cors_origins, hosts=hosts)
         HttpServer(
             app,
             service,

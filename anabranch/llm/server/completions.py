@@ -27,6 +27,7 @@ from anabranch.llm.server.reply import (
     OriginWriter,
     finish_reason,
     prompt_logprobs,
+    refuse_many_logprobs,
     refuse_stream_options,
     sends_only_text,
     written,
@@ -90,7 +91,17 @@ class CompletionReply:
             self._prompts.append(
                 encoder.fitted(ids, truncate=truncate, max_tokens=self._body.max_tokens)
             )
+        refuse_many_logprobs(self._prompts, self._prompt_logprobs_each(), self._service.limits)
         return self._prompts
+
+    def _prompt_logprobs_each(self) -> int:
+        """Written for each token of a prompt: once a prompt, and with every echo."""
+        body, each = self._body, 0
+        if body.prompt_logprobs is not None:
+            each += body.prompt_logprobs + 1
+        if body.echo and body.logprobs is not None:
+            each += body.num_choices * (body.logprobs + 1)
+        return each
 
     def events(self, place: int, delta: RequestDelta) -> bytes:
         """One for each continuation that has something new."""
@@ -170,7 +181,7 @@ class CompletionReply:
 
     def _extras(self, place: int, choice: ChoiceDelta) -> dict[str, Any]:
         body, extras = self._body, dict[str, Any]()
-        if body.prompt_logprobs is not None:
+        if body.prompt_logprobs is not None and choice.number == 0:
             entries = self._prompt_logprobs[place]
             extras["prompt_logprobs"] = prompt_logprobs(entries, self._service.texts)
         if body.return_token_ids:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from anabranch.llm.engine.request import Request
 from anabranch.llm.sampling.token_logprobs import TokenLogprobs
@@ -31,12 +31,18 @@ class RequestDelta(NamedTuple):
     choices: list[ChoiceDelta]  # those that have something new, by number
     finished: bool
     num_cached_tokens: int
-    prompt_logprobs: list[TokenLogprobs | None] | None  # in one delta only
+    prompt_logprobs: list[TokenLogprobs | None] | None  # in the first delta only
 
     @property
     def num_tokens(self) -> int:
         """New tokens of all continuations."""
         return sum(len(choice.token_ids) for choice in self.choices)
+
+    @property
+    def num_logprobs(self) -> int:
+        """Logprobs of prompt and tokens: most of the time that writing takes."""
+        of_tokens = sum(sum(map(len, choice.logprobs)) for choice in self.choices)
+        return of_tokens + sum(len(entry) for entry in self.prompt_logprobs or () if entry)
 
 
 def join_deltas(deltas: Sequence[RequestDelta]) -> RequestDelta:
@@ -69,21 +75,12 @@ def _join_choices(parts: Sequence[ChoiceDelta]) -> ChoiceDelta:
     )
 
 
-def pack(deltas: Iterable[RequestDelta]) -> list[tuple[Any, ...]]:
-    """As plain tuples, which pickle six times faster in the engine's process."""
-    return [(name, [tuple(choice) for choice in choices], *more) for name, choices, *more in deltas]
-
-
-def unpack(packed: Iterable[tuple[Any, ...]]) -> list[RequestDelta]:
-    """The deltas that were packed."""
-    return [
-        RequestDelta(name, [ChoiceDelta._make(choice) for choice in choices], *more)
-        for name, choices, *more in packed
-    ]
-
-
 class DeltaCursor:
-    """Remembers how much of a request was reported."""
+    """Remembers how much of a request was reported.
+
+    A request that asks for logprobs of its prompt reports nothing until they are complete: its
+    first sequence computes them, and others may have tokens before it.
+    """
 
     def __init__(self, request: Request) -> None:
         self._request = request
@@ -91,18 +88,19 @@ class DeltaCursor:
         self._text = [0] * len(request.seqs)
         self._sent_prompt = request.params.prompt_logprobs is None
 
-    def delta(self) -> RequestDelta:
-        """What is new since the last call."""
-        request = self._request
+    def delta(self) -> RequestDelta | None:
+        """What is new since the last call; None if it cannot be reported yet."""
+        request, first = self._request, self._request.seqs[0]
         prompt_logprobs: list[TokenLogprobs | None] | None = None
-        if not self._sent_prompt:  # the first continuation computes them, and begins first
-            first = request.seqs[0]
+        if not self._sent_prompt:
+            if len(first.prompt_logprobs) < first.prompt_len - 1:
+                return None
             prompt_logprobs, self._sent_prompt = [None, *first.prompt_logprobs], True
         return RequestDelta(
             request.request_id,
             [self._choice(seq) for seq in request.seqs if seq.num_output > self._tokens[seq.index]],
             request.finished,
-            request.seqs[0].num_cached,
+            first.num_cached,
             prompt_logprobs,
         )
 

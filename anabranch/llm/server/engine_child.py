@@ -19,8 +19,9 @@ import torch
 
 from anabranch.llm.engine.engine import Engine
 from anabranch.llm.server.channel import Channel
-from anabranch.llm.server.deltas import DeltaCursor, RequestDelta, pack
+from anabranch.llm.server.deltas import DeltaCursor, RequestDelta
 from anabranch.llm.server.grammar_threads import Compiled, GrammarThreads
+from anabranch.llm.server.heartbeat import Heartbeat
 from anabranch.llm.server.messages import (
     Abort,
     Add,
@@ -36,6 +37,7 @@ from anabranch.llm.server.messages import (
 SNAPSHOT_SECONDS = 0.2  # while working
 CAUSED_BY_SETTINGS = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError)
 IDLE_SECONDS = 1.0  # at most between two messages when there is nothing to do
+LAST_WORDS_SECONDS = 5.0  # for the server to read why the engine fails
 
 
 class EngineLoop:
@@ -44,8 +46,10 @@ class EngineLoop:
     An error while one request is added or reported ends that request and no other.
     """
 
-    def __init__(self, engine: Engine, channel: Channel, inbox: SimpleQueue[Any]) -> None:
-        self._engine, self._channel, self._inbox = engine, channel, inbox
+    def __init__(
+        self, engine: Engine, channel: Channel, inbox: SimpleQueue[Any], heart: Heartbeat
+    ) -> None:
+        self._engine, self._channel, self._inbox, self._heart = engine, channel, inbox, heart
         self._cursors: dict[str, DeltaCursor] = {}
         self._grammars = GrammarThreads(engine, inbox.put)
         self._reported = 0.0
@@ -55,9 +59,10 @@ class EngineLoop:
         """Until the process ends."""
         while True:
             self._take_messages()
-            self._engine.ranks.check()
-            if self._engine.has_work:
-                self._step()
+            with self._heart.step():
+                self._engine.ranks.check()
+                if self._engine.has_work:
+                    self._step()
             self._report()
 
     def _take_messages(self) -> None:
@@ -103,14 +108,15 @@ class EngineLoop:
                 self._channel.send(Broken(request.request_id, request.error or ""))
                 continue
             try:
-                deltas.append(self._cursors[request.request_id].delta())
+                delta = self._cursors[request.request_id].delta()
+                deltas += [] if delta is None else [delta]
             except Exception as error:
                 self._give_up(request.request_id, error)
         for delta in deltas:
             if delta.finished:
                 del self._cursors[delta.request_id]
         if deltas:
-            self._channel.send(Outputs(pack(deltas)))
+            self._channel.send(Outputs(deltas))
 
     def _give_up(self, request_id: str, error: Exception) -> None:
         traceback.print_exception(error, file=sys.stderr)
@@ -166,15 +172,16 @@ def main(fd: int) -> int:
     config = connection.recv()
     inbox: SimpleQueue[Any] = SimpleQueue()
     channel = Channel(connection, inbox.put, lambda: os._exit(0))
+    heart = Heartbeat(channel.send)
     engine: Engine | None = None
     try:
         engine = Engine(config, lambda what, done, of: channel.send(Loading(what, done, of)))
         channel.send(snapshot(engine))
         channel.send(ready(engine))
-        EngineLoop(engine, channel, inbox).run()
+        EngineLoop(engine, channel, inbox, heart).run()
     except Exception as error:
         channel.send(failed(error, starting=engine is None))
-        channel.flush()
+        channel.flush(LAST_WORDS_SECONDS)
     return 1
 
 

@@ -42,6 +42,11 @@ class EngineMetrics(Collector):
             stats.num_saturated,
         )
         yield self._counter(
+            "nan_logits_rows",
+            "Output tokens that had a NaN among their logits, which counts as -inf.",
+            stats.num_nan_rows,
+        )
+        yield self._counter(
             "spec_decode_num_drafts", "Verifications of a sequence's drafts.", spec.num_drafts
         )
         yield self._counter(

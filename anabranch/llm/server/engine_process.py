@@ -7,7 +7,7 @@ import contextlib
 import logging
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import AsyncGenerator, Callable, Mapping
 from multiprocessing import Pipe
 from queue import SimpleQueue
@@ -18,11 +18,13 @@ from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.server.channel import Channel
 from anabranch.llm.server.delta_listener import DeltaListener
-from anabranch.llm.server.deltas import RequestDelta, unpack
+from anabranch.llm.server.deltas import RequestDelta
+from anabranch.llm.server.engine_watch import EngineWatch, HangPolicy
 from anabranch.llm.server.errors import RequestBroken, RequestRefused
 from anabranch.llm.server.messages import (
     Abort,
     Add,
+    Beat,
     Broken,
     Failed,
     Loading,
@@ -33,7 +35,7 @@ from anabranch.llm.server.messages import (
 )
 
 Progress = Callable[[str, int, int], None]
-STALL_SECONDS = 60.0  # without a message; the first step on a GPU may compile for long
+WATCH_SECONDS = 0.5  # between two looks at whether the engine hangs
 EXIT_SECONDS = 10.0  # for the process to end after its socket is closed
 log = logging.getLogger(__name__)
 
@@ -41,8 +43,7 @@ log = logging.getLogger(__name__)
 class EngineProcess:
     """Starts an engine, waits until it is ready, and streams what it reports of requests.
 
-    `ended` is called with the reason, from another thread, if a process that was ready ends
-    without having been closed.
+    One that hangs is killed, and has then ended like any other.
     """
 
     num_restarts = 0
@@ -52,25 +53,28 @@ class EngineProcess:
         config: EngineConfig,
         progress: Progress | None = None,
         *,
-        ended: Callable[[str], None] | None = None,
+        hangs: HangPolicy | None = None,
     ) -> None:
         self.error: str | None = None
-        self._on_end = ended
         self._snapshot: Snapshot | None = None
-        self._heard = time.monotonic()
+        self._watch = EngineWatch(hangs or HangPolicy())
+        self._over = threading.Event()
+        self._closes = threading.Lock()
         self._listeners: dict[str, DeltaListener] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._was_ready = self._closing = False
         self._start: SimpleQueue[Loading | Ready | None] = SimpleQueue()
         ours, theirs = Pipe()
         module = "anabranch.llm.server.engine_child"
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,  # Ctrl-C is for the server, which drains
-        )
-        theirs.close()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", module, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,  # Ctrl-C is for the server, which drains
+            )
         self._channel = Channel(ours, self._receive, self._ended)
+        self._watcher = threading.Thread(target=self._look, name="engine-watch", daemon=True)
+        self._watcher.start()
         self._channel.send(config)
         self.info = self._wait_until_ready(progress)
 
@@ -82,17 +86,12 @@ class EngineProcess:
     @property
     def trouble(self) -> str | None:
         """Why no request can be answered now, if so."""
-        if self.error is not None:
-            return self.error
-        silent = time.monotonic() - self._heard
-        if silent > STALL_SECONDS:
-            return f"the engine has sent nothing for {silent:.0f} seconds"
-        return None
+        return self.error
 
     @property
     def snapshot(self) -> Snapshot | None:
         """The newest counts; None when there is trouble, for they would be stale."""
-        return None if self.trouble else self._snapshot
+        return None if self.error else self._snapshot
 
     async def generate(
         self, prompts: Mapping[str, list[int]], params: SamplingParams
@@ -121,16 +120,23 @@ class EngineProcess:
                 self._listeners.pop(request_id, None)
                 self._channel.send(Abort(request_id))
 
+    def wait_until_ended(self) -> str:
+        """Why the process has ended, once it has, by itself or by `close`."""
+        self._over.wait()
+        return self.error or ""
+
     def close(self) -> None:
-        """End the process; open requests get EngineDead."""
+        """End the process and free all that it holds; open requests get EngineDead."""
         self._closing = True
         self.error = self.error or "the engine was closed"
-        self._channel.close()
-        try:
-            self._process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        with self._closes:
+            self._channel.close()
+            self._watcher.join()
+            try:
+                self._process.wait(EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
 
     def _wait_until_ready(self, progress: Progress | None) -> Ready:
         while (message := self._start.get()) is not None:
@@ -143,8 +149,10 @@ class EngineProcess:
 
     def _receive(self, message: Any) -> None:
         """From the channel's thread."""
-        self._heard = time.monotonic()
+        self._watch.hear(message)
         match message:
+            case Beat():
+                pass
             case Snapshot():
                 self._snapshot = message
             case Loading():
@@ -160,15 +168,24 @@ class EngineProcess:
 
     def _ended(self) -> None:
         """From the channel's thread, when the other side is gone."""
-        if not self._closing:
-            code = self._exit_code()
-            self.error = self.error or f"the engine process ended with exit code {code}"
-        self._start.put(None)
-        self._in_loop(self._fail_all)
-        if self._was_ready and not self._closing:
-            log.error("%s", self.error)
-            if self._on_end is not None:
-                self._on_end(self.error or "")
+        try:
+            if not self._closing:
+                code = self._exit_code()
+                self.error = self.error or f"the engine process ended with exit code {code}"
+            self._in_loop(self._fail_all)
+            if self._was_ready and not self._closing:
+                log.error("%s", self.error)
+        finally:
+            self._start.put(None)
+            self._over.set()
+
+    def _look(self) -> None:
+        """From a thread, until the process ends: the end of a killed one ends its socket, too."""
+        while not self._over.wait(WATCH_SECONDS):
+            if (reason := self._watch.pass_time(WATCH_SECONDS)) is not None:
+                self.error = self.error or reason
+                self._process.kill()
+                return
 
     def _exit_code(self) -> int:
         try:
@@ -184,8 +201,8 @@ class EngineProcess:
 
     def _dispatch(self, message: Outputs | Refused | Broken) -> None:
         match message:
-            case Outputs(packed):
-                for delta in unpack(packed):
+            case Outputs(deltas):
+                for delta in deltas:
                     self._put(delta)
             case Refused(request_id, reason):
                 self._fail(request_id, RequestRefused(reason))

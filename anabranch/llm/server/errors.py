@@ -15,6 +15,7 @@ from anabranch.llm.engine.async_llm import EngineDead
 
 _KINDS = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
     429: "rate_limit_error",
@@ -52,7 +53,7 @@ EXPECTED_ERRORS = (EngineDead, TimeoutError, RequestRefused, RequestBroken, Serv
 
 # for the OpenAPI document
 REFUSALS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorBody} for status in (400, 401, 404, 408, 413, 415, 429, 500, 503)
+    status: {"model": ErrorBody} for status in (400, 401, 403, 404, 408, 413, 415, 429, 500, 503)
 }
 
 

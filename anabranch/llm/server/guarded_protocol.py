@@ -1,7 +1,8 @@
 """HTTP/1.1 connections that end when the other side sends or reads nothing for too long.
 
 uvicorn ends connections that are idle between requests; half a request or an answer that nobody
-reads would stay for ever.
+reads would stay for ever. There are only so many: a new one takes the place of the one that has
+waited longest for its request to be complete, so that those who send nothing shut nobody out.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class GuardedProtocol(H11Protocol):
 
     limits = ServerLimits()  # set by `guarded_by`
     _reading: tuple[Any, Any] | None = None  # what is being read, and the request before it
+    _waiting_since: float | None = None  # of the loop's clock; None while a request is answered
     _deadline: asyncio.TimerHandle | None = None
     _unread: asyncio.TimerHandle | None = None
 
@@ -28,6 +30,8 @@ class GuardedProtocol(H11Protocol):
         """Begin to wait for a request."""
         super().connection_made(transport)
         self._watch()
+        if len(self.connections) > self.limits.max_connections:
+            self._make_room()
 
     def data_received(self, data: bytes) -> None:
         """Bytes of a request do not move its deadline."""
@@ -72,10 +76,26 @@ class GuardedProtocol(H11Protocol):
         if reading == self._reading:
             return
         self._reading = reading
+        self._waiting_since = None if reading is None else self.loop.time()
         if self._deadline is not None:
             self._deadline.cancel()
         if seconds is not None:
             self._deadline = self.loop.call_later(seconds, self._expire)
+
+    def _make_room(self) -> None:
+        connections: list[Any] = list(self.connections)
+        waiting = [
+            (each._waiting_since, place, each)
+            for place, each in enumerate(connections)
+            if isinstance(each, GuardedProtocol)
+            and each._waiting_since is not None
+            and not each.transport.is_closing()
+        ]
+        longest = min(waiting)[-1]  # perhaps this one, which is the newest
+        most = self.limits.max_connections
+        message = f"the server has {most} connections, as many as it takes; try again in 1 s"
+        error = ApiError(503, message, code="too_many_connections", headers={"Retry-After": "1"})
+        longest._end(error, to_anyone=longest is self)
 
     def _expire(self) -> None:
         headers = self.conn.their_state is h11.IDLE
@@ -84,11 +104,12 @@ class GuardedProtocol(H11Protocol):
         message = f"the {part} of the request did not arrive within {seconds:g} s"
         self._end(ApiError(408, message, code="slow_request"))
 
-    def _end(self, error: ApiError) -> None:
+    def _end(self, error: ApiError, *, to_anyone: bool = False) -> None:
+        """Answer what has come of a request, or `to_anyone`, and close the connection."""
         if self.transport.is_closing():
             return
-        nothing_came = self.conn.our_state is h11.IDLE and not self.conn.trailing_data[0]
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and not nothing_came:
+        came = self.conn.our_state is not h11.IDLE or bool(self.conn.trailing_data[0])
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE) and (came or to_anyone):
             self._send(error)
         if self.cycle is not None:  # pyright: ignore[reportUnnecessaryComparison]
             self.cycle.disconnected = True
@@ -101,6 +122,7 @@ class GuardedProtocol(H11Protocol):
             "content-type": "application/json",
             "content-length": str(len(body)),
             "connection": "close",
+            **(error.headers or {}),
         }
         response = h11.Response(status_code=error.status_code, headers=list(headers.items()))
         for event in (response, h11.Data(data=body), h11.EndOfMessage()):

@@ -20,16 +20,23 @@ def invalid_request(error: RequestValidationError, content_type: str) -> ApiErro
         return ApiError(
             415, f"send a JSON body with Content-Type: application/json, not {content_type!r}"
         )
-    paths = [_path(each, error.body) for each in errors]
-    first = paths[0]
-    reasons = [
-        _reason(each, path[len(first) :])
-        for each, path in zip(errors, paths, strict=True)
-        if path[: len(first)] == first
-    ]
-    field = ".".join(map(str, first)) or None
-    message = "; or ".join(dict.fromkeys(reasons))
+    path, told = _furthest(errors, error.body)
+    field = ".".join(map(str, path)) or None
+    message = "; or ".join(dict.fromkeys(_reason(each, error.body, path) for each in told))
     return ApiError(400, f"{field or 'body'}: {message}", param=field)
+
+
+def _furthest(errors: Sequence[Any], body: Any) -> tuple[list[str | int], list[Any]]:
+    """Where the first error is, and what is wrong there.
+
+    Where several alternatives were tried, those that went deepest into the body count, and among
+    them those that had the right type: the others are not what the client meant.
+    """
+    paths = [_path(each, body) for each in errors]
+    below = [path for path in paths if path[: len(paths[0])] == paths[0]]
+    deepest = max(below, key=len)
+    there = [each for each, path in zip(errors, paths, strict=True) if path == deepest]
+    return deepest, [each for each in there if not each["type"].endswith("_type")] or there
 
 
 def _path(error: Any, body: Any) -> list[str | int]:
@@ -47,12 +54,19 @@ def _path(error: Any, body: Any) -> list[str | int]:
     return path
 
 
-def _reason(error: Any, below: Sequence[str | int]) -> str:
+def _reason(error: Any, body: Any, path: Sequence[str | int]) -> str:
     if error["type"] == "extra_forbidden":
         return "is not a field of this request; leave it out"
-    given = "" if error["type"] == "missing" else f", got {_short(error['input'])}"
-    place = f" (at {'.'.join(map(str, below))})" if below else ""
-    return f"{error['msg']}{place}{given}"
+    if error["type"] == "missing":
+        is_null = bool(path) and path[-1] in _value_at(body, path[:-1])
+        return "must not be null; give a value" if is_null else error["msg"]
+    return f"{error['msg']}, got {_short(error['input'])}"
+
+
+def _value_at(body: Any, path: Sequence[str | int]) -> Any:
+    for part in path:
+        body = body[part]
+    return body
 
 
 def _short(value: Any) -> str:

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.sampling.params import SamplingParams
+from anabranch.llm.server.deltas import RequestDelta
+from anabranch.llm.server.packed_deltas import pack, unpack
 
 
 class Add(NamedTuple):
@@ -52,10 +54,18 @@ class Ready:
         return self.num_pages * self.page_size
 
 
-class Outputs(NamedTuple):
-    """Packed deltas of one step."""
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """Deltas of one step, packed and unpacked by the threads that write and read them."""
 
-    packed: list[tuple[Any, ...]]
+    deltas: list[RequestDelta]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _outputs, (pack(self.deltas),)
+
+
+def _outputs(packed: list[tuple[Any, ...]]) -> Outputs:
+    return Outputs(unpack(packed))
 
 
 class Refused(NamedTuple):
@@ -77,6 +87,12 @@ class Failed(NamedTuple):
 
     reason: str
     trace: str
+
+
+class Beat(NamedTuple):
+    """The engine's process lives; how long the step under way has taken."""
+
+    step_seconds: float  # 0 when there is none
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal, cast
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from anabranch.llm.server.chat_models import Message
 from anabranch.llm.server.errors import REFUSALS, ApiError, unsupported
+from anabranch.llm.server.events import as_json
 from anabranch.llm.server.protocol import StrictModel, Text, TokenIds, described
 from anabranch.llm.server.service import Service, service_of
 
@@ -120,8 +121,8 @@ async def tokenizer_info(request: Request) -> TokenizerInfo:
     )
 
 
-@router.post("/tokenize", response_model_exclude_none=True)
-async def tokenize(request: Request, body: TokenizeRequest) -> Tokens:
+@router.post("/tokenize", response_model=Tokens)
+async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     """Tokens of a text or of a conversation."""
     service = service_of(request)
     service.check_model(body.model)
@@ -133,9 +134,9 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Tokens:
     async with service.open_requests.limited():
         num_chars = sum(map(len, texts))
         ids = await service.encoding.run(num_chars, lambda: _encode(service, body))
-    strings = [service.texts.text_of(token) for token in ids] if body.return_token_strs else None
-    limit = service.engine.info.max_model_len
-    return Tokens(count=len(ids), max_model_len=limit, tokens=ids, token_strs=strings)
+        strings = bool(body.return_token_strs)
+        written = await service.writing.run(len(ids), lambda: _written(service, ids, strings))
+    return Response(written, media_type="application/json")
 
 
 def _encode(service: Service, body: TokenizeRequest) -> list[int]:
@@ -144,6 +145,14 @@ def _encode(service: Service, body: TokenizeRequest) -> list[int]:
             body.messages, generation_prompt=body.add_generation_prompt, unlimited=True
         )
     return service.encoder.text(body.prompt or "", special=body.add_special_tokens, unlimited=True)
+
+
+def _written(service: Service, ids: list[int], with_strings: bool) -> bytes:
+    texts: dict[str, Any] = {}
+    if with_strings:
+        texts["token_strs"] = [service.texts.text_of(token) for token in ids]
+    limit = service.engine.info.max_model_len
+    return as_json(Tokens(count=len(ids), max_model_len=limit, tokens=ids, **texts))
 
 
 @router.post("/v1/embeddings")

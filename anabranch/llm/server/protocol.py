@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, SkipValidation, WithJsonSchema
 
 from anabranch.llm.sampling.params import LARGEST_FACTOR, SamplingParams
 
 MAX_LOGPROBS = 20
+# Each sequence of a request pays for these at its start or at every token.
+MAX_STOPS = 256
+MAX_STOP_CHARS = 8192  # of all stop strings together
+MAX_STOP_IDS = 1024
+MAX_BIASES = 1024
 
 
 def _encodable(text: str) -> str:
@@ -22,10 +27,26 @@ def _encodable(text: str) -> str:
     return text
 
 
+def _short_enough(strings: list[str]) -> list[str]:
+    if (size := sum(map(len, strings))) > MAX_STOP_CHARS:
+        raise ValueError(
+            f"must have at most {MAX_STOP_CHARS} characters in all its strings, got {size}"
+        )
+    return strings
+
+
 Text = Annotated[str, AfterValidator(_encodable)]
 Texts = Annotated[list[Text], Field(fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 31)]], Field(fail_fast=True)]
-Bias = dict[Text, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]]
+Stops = Annotated[
+    list[Text], Field(fail_fast=True, max_length=MAX_STOPS), AfterValidator(_short_enough)
+]
+StopText = Annotated[str, Field(max_length=MAX_STOP_CHARS), AfterValidator(_encodable)]
+StopIds = Annotated[TokenIds, Field(max_length=MAX_STOP_IDS)]
+Bias = Annotated[
+    dict[Text, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]],
+    Field(max_length=MAX_BIASES),
+]
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
@@ -113,10 +134,13 @@ class SamplingFields(IgnoredFields):
     seed: int | None = described(
         None, "Repeats the same random choices.", 42, ge=-(1 << 63), lt=1 << 63
     )
-    stop: Text | Texts | None = described(
-        None, "A text, or a list of texts, before which the answer ends.", ["\n\n", "User:"]
+    stop: StopText | Stops | None = described(
+        None,
+        f"A text, or a list of at most {MAX_STOPS} texts, before which the answer ends; together "
+        f"at most {MAX_STOP_CHARS} characters.",
+        ["\n\n", "User:"],
     )
-    stop_token_ids: TokenIds | None = described(None, "Tokens at which the answer ends.", [2])
+    stop_token_ids: StopIds | None = described(None, "Tokens at which the answer ends.", [2])
     include_stop_str_in_output: bool | None = described(
         False, "Keep the stop text at the end of the answer.", True
     )
@@ -132,7 +156,8 @@ class SamplingFields(IgnoredFields):
     )
     prompt_logprobs: int | None = described(
         None,
-        "Return this many likely tokens at each place of the prompt. Not in a stream.",
+        "Return this many likely tokens at each place of the prompt, with its first choice. Not in "
+        "a stream.",
         1,
         ge=0,
         le=MAX_LOGPROBS,
@@ -223,12 +248,29 @@ class TokenOrigin(BaseModel):
     logprob: float | None
 
 
-class PromptLogprob(BaseModel):
-    """Of one token at a place of the prompt."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptLogprob] | None]
+_PROMPT_LOGPROB = {
+    "type": "object",
+    "properties": {
+        "logprob": {"type": "number"},
+        "rank": {"type": "integer"},
+        "decoded_token": {"type": "string"},
+    },
+    "required": ["logprob", "rank", "decoded_token"],
+}
+# At each place of a prompt None or, by token id, what `_PROMPT_LOGPROB` describes. There may be
+# hundreds of thousands: as models they take ten times as long to make and to write.
+PromptLogprobs = Annotated[
+    list[Any],
+    SkipValidation,
+    WithJsonSchema(
+        {
+            "type": "array",
+            "items": {
+                "anyOf": [
+                    {"type": "object", "additionalProperties": _PROMPT_LOGPROB},
+                    {"type": "null"},
+                ]
+            },
+        }
+    ),
+]

@@ -15,12 +15,12 @@ from anabranch.llm.server.deltas import ChoiceDelta, RequestDelta
 from anabranch.llm.server.errors import ApiError
 from anabranch.llm.server.protocol import (
     CachedTokens,
-    PromptLogprob,
     PromptLogprobs,
     SamplingFields,
     TokenOrigin,
     Usage,
 )
+from anabranch.llm.server.server_limits import ServerLimits
 from anabranch.llm.server.token_texts import TokenStream, TokenTexts
 
 FinishReason = Literal["stop", "length"]
@@ -123,15 +123,29 @@ def written(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
+def refuse_many_logprobs(prompts: Sequence[Sequence[int]], each: int, limits: ServerLimits) -> None:
+    """Refuse an answer with too many logprobs of prompts, `each` of them for a token."""
+    total, most = each * sum(map(len, prompts)), limits.max_prompt_logprobs
+    if total > most:
+        raise ApiError(
+            400,
+            f"the answer would have {total} logprobs of prompts, the most is {most}; ask for fewer "
+            "at each token, or with fewer or shorter prompts",
+            param="prompt_logprobs",
+        )
+
+
 def prompt_logprobs(entries: Sequence[TokenLogprobs | None], texts: TokenTexts) -> PromptLogprobs:
     """As vLLM writes them."""
     return [
         None
         if entry is None
         else {
-            str(token): PromptLogprob(
-                logprob=written(item.logprob), rank=item.rank, decoded_token=texts.text_of(token)
-            )
+            str(token): {
+                "logprob": written(item.logprob),
+                "rank": item.rank,
+                "decoded_token": texts.text_of(token),
+            }
             for token, item in entry.items()
         }
         for entry in entries

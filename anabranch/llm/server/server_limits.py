@@ -20,14 +20,21 @@ class ServerLimits:
     max_body_bytes: int = 8 << 20
     max_request_seconds: float = 600.0
     max_prompt_tokens: int | None = None  # what the model's context allows, if not given
+    max_prompt_logprobs: int = 1 << 18  # of all prompts of a request, each time they are written
     header_seconds: float = 20.0  # for the headers of a request to arrive
     body_seconds: float = 60.0  # for its body to arrive
+    max_connections: int = 1024  # one more ends the one that has waited longest for a request
 
     def __post_init__(self) -> None:
         if self.max_queue < 0:
             raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
-        if self.max_body_bytes < 1:
-            raise ValueError(f"max_body_bytes must be at least 1, got {self.max_body_bytes}")
+        for name in ("max_body_bytes", "max_connections"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.max_prompt_logprobs < 0:
+            raise ValueError(
+                f"max_prompt_logprobs must be at least 0, got {self.max_prompt_logprobs}"
+            )
         for name in ("max_request_seconds", "header_seconds", "body_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")

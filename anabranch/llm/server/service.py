@@ -16,6 +16,7 @@ from anabranch.llm.server.prompt_encoder import PromptEncoder
 from anabranch.llm.server.served_engine import ServedEngine
 from anabranch.llm.server.server_limits import SequenceQuota, ServerLimits
 from anabranch.llm.server.token_texts import TokenTexts
+from anabranch.llm.server.writing_thread import WritingThread
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +30,7 @@ class Service:
     open_requests: OpenRequests
     encoder: PromptEncoder
     encoding: EncodingThreads
+    writing: WritingThread
     texts: TokenTexts
     metrics: Metrics
     forms: AnswerForms
@@ -75,6 +77,7 @@ def make_service(
             max_prompt_tokens=limits.max_prompt_tokens or info.max_model_len,
         ),
         encoding=EncodingThreads(),
+        writing=WritingThread(),
         texts=TokenTexts(info.tokenizer),
         metrics=Metrics(name, engine),
         forms=make_answer_forms(info.tokenizer, tool_format, reasoning),

@@ -140,6 +140,16 @@ def test_serve_offers_what_others_have() -> None:
     assert (config["prefix_caching"], config["max_num_batched_tokens"]) == (False, 64)
 
 
+def test_sparse_attention_turns_drafts_off() -> None:
+    for kind in (GenerateOptions, ServeCommandOptions):
+        given: Any = {"prompt": "x"} if kind is GenerateOptions else {}
+        assert kind(**given).speculative == "ngram"
+        config = kind(**given, sparse="pages").engine_config()
+        assert config["speculative"] is None and config["sparse"]["method"] == "pages"
+        with pytest.raises(ValueError, match="--sparse pages excludes --speculative ngram"):
+            kind(**given, sparse="pages", speculative="ngram")
+
+
 def test_version() -> None:
     import anabranch
 

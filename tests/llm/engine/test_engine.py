@@ -727,6 +727,27 @@ def test_a_row_that_cannot_be_set_up_ends_its_request(
     assert outputs(served, PROMPTS) == expected
 
 
+@pytest.mark.parametrize("speculative", [None, NGRAM], ids=["plain", "drafts"])
+@pytest.mark.parametrize("like_gpu", [False, True], ids=["in turn", "in flight"])
+def test_logits_that_are_all_nan_end_their_request(
+    expected: list[list[int]], speculative: Any, like_gpu: bool
+) -> None:
+    llm = tiny(max_num_seqs=4, speculative=speculative)
+    llm = as_on_gpu(llm) if like_gpu else llm
+    seen = {token for row in [*PROMPTS, *expected] for token in row}
+    broken_token = min(set(range(VOCAB)) - seen)
+    model: Any = llm.engine._launcher._built.target.model
+    model.model.embed_tokens.weight[broken_token] = torch.nan
+    found = llm.generate([*PROMPTS, [3, broken_token, 4]], GREEDY)
+    assert_idle(llm)
+    assert [answer.outputs[0].token_ids for answer in found[:-1]] == expected
+    assert found[-1].outputs[0].finish_reason == "error" and not found[-1].outputs[0].token_ids
+    assert found[-1].error == (
+        "FloatingPointError: all logits after 3 tokens are NaN or -inf: none can be chosen"
+    )
+    assert llm.stats.num_nan_rows == 1 + like_gpu * (speculative is None)  # one more in flight
+
+
 def test_a_broken_device_ends_the_engine(served: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(served.engine._launcher._built.runner, "run", broken)
     with pytest.raises(RuntimeError, match="of one request"):

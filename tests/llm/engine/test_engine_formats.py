@@ -282,3 +282,13 @@ def test_dealt_pages_are_plain() -> None:
 def test_heads_that_blocks_do_not_divide() -> None:
     with pytest.raises(ValueError, match="blocks of 32, got head_dim with 16 columns"):
         LLM(source(), device="cpu", kv_cache_dtype="auto/q8_0")
+
+
+def test_16_bits_on_a_cpu_are_said_to_be_slow(caplog: pytest.LogCaptureFixture) -> None:
+    LLM(source(), device="cpu", dtype="float32")
+    LLM(source(), device="cpu")
+    assert not caplog.records
+    LLM(source(), device="cpu", dtype="bfloat16")
+    assert [record.getMessage() for record in caplog.records] == [
+        "dtype bfloat16 on a CPU takes about twice the time of float32"
+    ]

@@ -188,3 +188,52 @@ def test_windows_that_only_a_mask_would_tell_are_refused(tmp_path: Path) -> None
     transformers.Qwen2MoeForCausalLM(config).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="sliding_attention"):
         LLM(str(tmp_path), device="cpu")
+
+
+TINY = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+WIDE = TINY | {"intermediate_size": 96}
+GPTJ = {"vocab_size": VOCAB, "n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}
+BART = {"vocab_size": VOCAB, "d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 96}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "two calls of attention": ("DiffLlama", WIDE, "DiffLlamaAttention calls attention twice"),
+    "layers run in turns": ("HrmText", WIDE, "HrmTextAttention calls attention twice"),
+    "an encoder": ("Bert", WIDE, "BertSelfAttention is not causal"),
+    "positions that count on from a cache": (
+        "Bart",
+        BART | {"decoder_attention_heads": 4, "is_decoder": True, "is_encoder_decoder": False},
+        "BartForCausalLM does not use position_ids",
+    ),
+    "positions from 2 on": ("Roberta", WIDE | {"is_decoder": True}, "numbers the tokens of a text"),
+    "alibi": ("Falcon", TINY | {"alibi": True}, "has attention classes of its own"),
+    "gpt-j": ("GPTJ", GPTJ, "has attention classes of its own"),
+    "gpt-neo": (
+        "GPTNeo",
+        {
+            "vocab_size": VOCAB,
+            "hidden_size": 64,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+        },
+        "has attention classes of its own",
+    ),
+    "mpt": (
+        "Mpt",
+        {"vocab_size": VOCAB, "d_model": 64, "n_layers": 2, "n_heads": 4},
+        "MptForCausalLM needs more than tokens and their positions",
+    ),
+    "bloom": (
+        "Bloom",
+        {"vocab_size": VOCAB, "hidden_size": 64, "n_layer": 2, "n_head": 4},
+        "BloomForCausalLM does not call attention through",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_architectures_that_pages_cannot_serve_are_refused(name: str, tmp_path: Path) -> None:
+    """They would give wrong tokens, or fail with an error that says nothing."""
+    family, shape, message = REFUSED[name]
+    getattr(transformers, f"{family}Config")(**shape).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        LLM(f"dummy:{tmp_path}", device="cpu")

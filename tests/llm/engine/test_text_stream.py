@@ -18,6 +18,7 @@ from tiny_tokenizers import FAMILIES  # noqa: E402
 
 from anabranch.llm.engine.detokeniser import Detokeniser, token_decoder  # noqa: E402
 from anabranch.llm.engine.llm import LLM  # noqa: E402
+from anabranch.llm.engine.stop_strings import StopStrings  # noqa: E402
 from anabranch.llm.engine.text_stream import TextStream  # noqa: E402
 from anabranch.llm.models import load_model, smollm2_directory  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
@@ -83,7 +84,7 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
 def test_text_ends_at_the_first_stop_string_and_nothing_shown_is_taken_back(
     text: str, stop: list[str], include: bool
 ) -> None:
-    stream = TextStream(Letters(), stop=stop, include_stop=include)
+    stream = TextStream(Letters(), stop=StopStrings(stop), include_stop=include)
     shown = push_all(stream, [ord(letter) for letter in text])
     assert all(after.startswith(before) for before, after in pairwise(shown))
     ends = [(text.find(each) + len(each), each) for each in stop if each in text]
@@ -150,7 +151,7 @@ def test_bytes_that_are_no_text() -> None:
 
 def test_a_byte_may_stop_at_once() -> None:
     name = "byte-fallback BPE"
-    stream = TextStream(family(name), stop=["\n"], prompt=ids_of(name, "a", "<0xE4>"))
+    stream = TextStream(family(name), stop=StopStrings(["\n"]), prompt=ids_of(name, "a", "<0xE4>"))
     assert not stream.push(*ids_of(name, "▁the"))
     assert stream.push(*ids_of(name, "<0x0A>")), "not with the token after it"
     assert stream.text == " the"
@@ -215,7 +216,7 @@ class Letters:
 
 
 def test_a_stop_string_that_may_not_stop_is_text(tokenizer: Any) -> None:
-    stream = TextStream(tokenizer, stop=["stop", "s and stops"])
+    stream = TextStream(tokenizer, stop=StopStrings(["stop", "s and stops"]))
     ids = [tokenizer(word)["input_ids"] for word in ("a stop", " and", " stop", " here")]
     assert not any(stream.push(token, may_stop=False) for token in ids[0] + ids[1])
     assert stream.text == "a stop and"
@@ -290,6 +291,18 @@ def test_text_prompts(llm: LLM) -> None:
     with pytest.raises(ValueError, match="lone surrogate"):
         llm.chat_prompt([{"role": "user", "content": "\udfff"}])
     chat = llm.chat_prompt([{"role": "user", "content": "hi"}])
+    parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
+    assert llm.chat_prompt([{"role": "user", "content": parts}]) == chat
+    image = {"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}
+    for wrong, message in (
+        ([parts[0], image], "of type 'text', got 'image_url'"),
+        ([{"type": "text"}], "holds text, got None"),
+        ([{"type": "text", "text": "\udfff"}], "lone surrogate"),
+        ([7], "holds text, got 7"),
+        ({"type": "text"}, "text or a list of parts"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.chat_prompt([{"role": "user", "content": wrong}])
     assert "hi" in llm.tokenizer.decode(chat) and isinstance(chat[0], int)
 
 

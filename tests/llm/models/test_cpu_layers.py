@@ -69,7 +69,7 @@ def test_a_layer_keeps_the_window_of_its_attention() -> None:
     model = model_of("mistral", sliding_window=3)
     prepare(model)
     layer = next(x for x in model.modules() if isinstance(x, CpuDecoderLayer))
-    assert layer._arguments["sliding_window"] == 3
+    assert layer.arguments["sliding_window"] == 3
 
 
 @torch.inference_mode()

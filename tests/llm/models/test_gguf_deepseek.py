@@ -122,9 +122,10 @@ def write(path: Path, model: Any, tensors: dict[str, torch.Tensor], *, split: bo
     writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
-    if config.n_group:
+    if (config.n_group or 1) > 1:
         writer.add_expert_group_count(config.n_group)
-        writer.add_expert_group_used_count(config.topk_group)
+        if config.topk_group != config.n_group:
+            writer.add_expert_group_used_count(config.topk_group)
     if is_v3:
         writer.add_expert_weights_norm(config.norm_topk_prob)
         writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
@@ -152,6 +153,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         GROUPS | {"q_lora_rank": 24, "topk_method": "group_limited_greedy"},
     ),
     "v3": ("V3", GROUPS | {"q_lora_rank": 24}),
+    "v3, all groups used": ("V3", {"n_group": 2, "topk_group": 2, "q_lora_rank": 24}),
+    "v3, no groups": ("V3", {"n_group": 1, "topk_group": 1, "q_lora_rank": 24}),
     "v3, no yarn": (
         "V3",
         GROUPS | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
@@ -170,6 +173,7 @@ def test_a_file_computes_what_the_model_computed(case: str, split: bool, tmp_pat
     torch.testing.assert_close(logits_of(loaded.model), logits_of(model), rtol=0, atol=0)
     assert loaded.tokenizer is not None and loaded.tokenizer.eos_token == "<end>"
     assert loaded.config.dtype == torch.float32
+    assert loaded.config.n_group == (model.config.n_group or 1)
 
 
 def test_a_file_runs_in_the_engine(tmp_path: Path) -> None:

@@ -350,24 +350,43 @@ def test_logit_bias_shifts_the_distribution() -> None:
 
 @pytest.mark.parametrize("options", [*FILTERS.values(), {"temperature": 0}, *PENALTIES])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bad_numbers_give_a_token_and_leave_other_rows_alone(
+def test_bad_numbers_give_a_token_or_none_and_leave_other_rows_alone(
     options: dict[str, Any], dtype: torch.dtype
 ) -> None:
     good = torch.randn(VOCAB)
-    rows = [good.clone() for _ in range(6)]
+    rows = [good.clone() for _ in range(7)]
     rows[1][:] = torch.nan
     rows[2][:] = -torch.inf
     rows[3][:] = -torch.inf
     rows[3][6] = 0.0
     rows[4][9] = torch.inf
+    rows[6][[0, 5]] = torch.nan
     logits = torch.stack(rows).to(dtype)
-    sampler = sampler_of(*[SamplingParams(logprobs=2, **options)] * 6)
-    tokens = sample(sampler, logits, batch_of(6)).tokens
-    assert all(0 <= token < VOCAB for (token,) in tokens)
+    sampler = sampler_of(*[SamplingParams(logprobs=2, **options)] * 7)
+    found = sample(sampler, logits, batch_of(7))
+    tokens = found.tokens
+    assert tokens[1] == tokens[2] == []
     assert tokens[3] == [6] and tokens[4] == [9]
-    clean = sampler_of(*[SamplingParams(**options)] * 6)
-    expected = sample(clean, good.to(dtype).expand(6, -1), batch_of(6)).tokens
-    assert (tokens[0], tokens[5]) == (expected[0], expected[5])
+    assert found.num_nan_rows == 2
+    clean = sampler_of(*[SamplingParams(**options)] * 7)
+    banned = good.index_fill(0, torch.tensor([0, 5]), -torch.inf)
+    rows = [good] * 6 + [banned]
+    expected = sample(clean, torch.stack(rows).to(dtype), batch_of(7)).tokens
+    assert [tokens[row] for row in (0, 5, 6)] == [expected[row] for row in (0, 5, 6)]
+    assert found.logprobs is not None
+    chosen = torch.tensor(found.logprobs[6].chosen[0])
+    exact = banned.to(dtype).float().log_softmax(0)[tokens[6][0]]
+    torch.testing.assert_close(chosen, exact)
+    assert not any(np.isnan(each.top).any() for each in found.logprobs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_greedy_token_beside_nan_does_not_depend_on_its_neighbours(dtype: torch.dtype) -> None:
+    logits = torch.arange(float(VOCAB)).repeat(2, 1).to(dtype)
+    logits[0, 2] = torch.nan
+    for beside in (SamplingParams(temperature=0), SamplingParams(seed=1)):
+        found = sample(sampler_of(SamplingParams(temperature=0), beside), logits, batch_of(2))
+        assert found.tokens[0] == [VOCAB - 1] and found.num_nan_rows == 1
 
 
 def test_logits_are_left_as_they_are() -> None:

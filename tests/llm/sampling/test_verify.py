@@ -196,4 +196,6 @@ def test_bad_numbers_and_padding_with_drafts() -> None:
     drafts = torch.tensor([[4, -1], [5, 6], [7, -1]])
     batch = batch_of(3, num_drafts=[1, 2, 1], draft_tokens=drafts)
     found = sampler.sample(logits, batch).to_host().wait()
+    assert found.tokens[0] == [] and found.tokens[1] and found.tokens[2]
+    assert found.num_nan_rows == 1  # the second is after a rejected draft
     assert all(0 <= token < VOCAB for tokens in found.tokens for token in tokens)

@@ -10,8 +10,9 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -20,12 +21,16 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(needed)
 httpx = pytest.importorskip("httpx")
 
+import uvicorn  # noqa: E402
 from forked_engine import forked_engine  # noqa: E402
 from server_models import CONTEXT, Server, engine_config, running_server, until  # noqa: E402
+from uvicorn.server import ServerState  # noqa: E402
 
 from anabranch.llm.server.engine_process import EngineProcess  # noqa: E402
+from anabranch.llm.server.guarded_protocol import GuardedProtocol, guarded_by  # noqa: E402
+from anabranch.llm.server.server_limits import ServerLimits  # noqa: E402
 
-HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: tiny\r\nContent-Type: application/json\r\n"
+HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 LONG = {"prompt": "hello", "max_tokens": CONTEXT - 8, "ignore_eos": True}
 ENDLESS = 3600.0  # seconds
 
@@ -73,6 +78,103 @@ def test_half_open_connections_disappear(engine: EngineProcess) -> None:
             connection.close()
 
 
+class Timers:
+    """A loop's clock that stands still, and what was to be called later."""
+
+    def __init__(self) -> None:
+        self.set: list[float] = []
+
+    def call_later(self, seconds: float, call: Any) -> Any:
+        self.set.append(seconds)
+        return SimpleNamespace(cancel=lambda: None)
+
+    def time(self) -> float:
+        return 0.0
+
+    def create_task(self, answering: Any) -> Any:
+        answering.close()
+        return Future[None]()
+
+
+class Wire:
+    """The transport of a connection that nobody is at the other end of."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.closed = False
+
+    def get_extra_info(self, name: str) -> Any:
+        return None
+
+    def write(self, data: bytes) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def guarded(**limits: Any) -> tuple[GuardedProtocol, Timers, Wire]:
+    async def app(scope: Any, receive: Any, send: Any) -> None: ...
+
+    timers, wire = Timers(), Wire()
+    protocol = guarded_by(ServerLimits(**limits))
+    config = uvicorn.Config(app, http=protocol, ws="none", lifespan="off", log_level="critical")
+    connection = protocol(config, ServerState(), {}, cast("Any", timers))
+    connection.connection_made(cast("Any", wire))
+    return connection, timers, wire
+
+
+def test_headers_and_bodies_have_deadlines_of_their_own() -> None:
+    connection, timers, wire = guarded(header_seconds=3.0, body_seconds=70.0)
+    assert timers.set == [3.0]
+    connection.data_received(HEADERS)
+    assert timers.set == [3.0]
+    connection.data_received(b"Content-Length: 90\r\n\r\n{")
+    assert timers.set == [3.0, 70.0]
+    connection.data_received(b'"prompt')
+    assert timers.set == [3.0, 70.0]
+    connection._expire()
+    assert "the body of the request did not arrive within 70 s" in wire.written.decode()
+    connection, timers, wire = guarded(header_seconds=3.0, body_seconds=70.0)
+    connection.data_received(HEADERS)
+    connection._expire()
+    assert "the headers of the request did not arrive within 3 s" in wire.written.decode()
+
+
+def test_a_new_connection_ends_the_one_that_waits_longest(engine: EngineProcess) -> None:
+    """Not one whose request is being answered; with such ones alone, the new one is refused."""
+    with running_server(engine, max_connections=3, header_seconds=ENDLESS) as server:
+        halves = [connect(server) for _ in range(3)]
+        for number, half in enumerate(halves):
+            half.sendall(HEADERS)
+            until(lambda: num_begun(server) == number + 1)  # noqa: B023
+        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert error_of(read_all(halves[0]))["code"] == "too_many_connections"
+        for half in halves:
+            half.close()
+        until(lambda: is_alone(server))
+        with ThreadPoolExecutor(3) as pool:
+            os.kill(engine.pid, signal.SIGSTOP)
+            url = f"{server.v1}/completions"
+            body = LONG | {"max_tokens": 5}
+            calls = [pool.submit(httpx.post, url, json=body, timeout=60) for _ in range(3)]
+            until(lambda: server.service.admission.num_open == 3)
+            with connect(server) as late:
+                refused = read_all(late)
+            os.kill(engine.pid, signal.SIGCONT)
+            assert refused.startswith(b"HTTP/1.1 503") and b"retry-after: 1\r\n" in refused.lower()
+            assert "3 connections" in error_of(refused)["message"]
+            assert [call.result().status_code for call in calls] == [200] * 3
+
+
+def num_begun(server: Server) -> int:
+    """Connections that have sent something."""
+    return sum(bool(each.conn.trailing_data[0]) for each in server.http.server_state.connections)
+
+
 @pytest.mark.parametrize("reading", ["headers", "body"])
 def test_bytes_now_and_then_do_not_keep_a_connection(engine: EngineProcess, reading: str) -> None:
     start = HEADERS if reading == "headers" else HEADERS + b"Content-Length: 1000000\r\n\r\n"
@@ -93,7 +195,7 @@ def test_bytes_now_and_then_do_not_keep_a_connection(engine: EngineProcess, read
 
 
 def test_half_a_second_request_ends_silently_or_with_an_error(engine: EngineProcess) -> None:
-    whole = b"GET /health HTTP/1.1\r\nHost: tiny\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
     with running_server(engine, header_seconds=1.0) as server:
         for begun in (b"", b"GET /hea"):
             with connect(server) as connection:
@@ -125,7 +227,7 @@ def test_a_client_that_reads_nothing_is_left(engine: EngineProcess) -> None:
         (guarded,) = server.http.server_state.connections
         ours = guarded.transport.get_extra_info("socket")
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: tiny\r\n\r\n" * 20)
+        connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 20)
         until(lambda: is_alone(server))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -11,10 +12,9 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing import Pipe
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -38,13 +38,16 @@ from anabranch.llm.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.llm.engine.config import EngineConfig  # noqa: E402
 from anabranch.llm.engine.ranks import RankLostError  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
-from anabranch.llm.server import engine_child, restarting_engine  # noqa: E402
+from anabranch.llm.server import engine_child, heartbeat, restarting_engine  # noqa: E402
 from anabranch.llm.server.channel import Channel  # noqa: E402
 from anabranch.llm.server.deltas import RequestDelta  # noqa: E402
 from anabranch.llm.server.engine_child import EngineLoop  # noqa: E402
 from anabranch.llm.server.engine_process import EngineProcess  # noqa: E402
-from anabranch.llm.server.messages import Broken  # noqa: E402
-from anabranch.llm.server.restarting_engine import RestartingEngine, RestartPolicy  # noqa: E402
+from anabranch.llm.server.engine_watch import EngineWatch, HangPolicy  # noqa: E402
+from anabranch.llm.server.heartbeat import Heartbeat  # noqa: E402
+from anabranch.llm.server.messages import Beat, Broken  # noqa: E402
+from anabranch.llm.server.restart_policy import RestartBudget, RestartPolicy  # noqa: E402
+from anabranch.llm.server.restarting_engine import RestartingEngine  # noqa: E402
 
 LONG = {"prompt": "hello", "max_tokens": CONTEXT - 8, "ignore_eos": True}
 
@@ -137,8 +140,9 @@ def test_an_idle_engine_notices_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(engine_child, "IDLE_SECONDS", 0)
     ranks = SimpleNamespace(check=check)
     engine = cast("Any", SimpleNamespace(has_work=False, ranks=ranks))
+    heart = cast("Any", SimpleNamespace(step=nullcontext))
     with pytest.raises(RankLostError, match="rank 1 ended"):
-        EngineLoop(engine, cast("Any", None), Queue()).run()
+        EngineLoop(engine, cast("Any", None), Queue(), heart).run()
 
 
 def test_a_report_that_fails_ends_no_other() -> None:
@@ -151,13 +155,14 @@ def test_a_report_that_fails_ends_no_other() -> None:
     ]
     delta = RequestDelta("good", [], True, 0, None)
     engine = SimpleNamespace(step=lambda: requests, abort=lambda _: None)
-    loop = EngineLoop(cast("Any", engine), cast("Any", SimpleNamespace(send=sent.append)), Queue())
+    channel = cast("Any", SimpleNamespace(send=sent.append))
+    loop = EngineLoop(cast("Any", engine), channel, Queue(), cast("Any", None))
     cursors = {"good": SimpleNamespace(delta=lambda: delta), "bad": None, "worse": None}
     loop._cursors = cast("Any", cursors)
     loop._step()
     bad, worse, outputs = sent
     assert (bad.request_id, worse) == ("bad", Broken("worse", "no text"))
-    assert [each[0] for each in outputs.packed] == ["good"]
+    assert [each.request_id for each in outputs.deltas] == ["good"]
     assert not loop._cursors
 
 
@@ -224,21 +229,149 @@ def test_a_dead_engine_is_started_again(caplog: pytest.LogCaptureFixture) -> Non
     assert "the engine runs again" in caplog.text
 
 
+class Fake:
+    """As much of an `EngineProcess` as a `RestartingEngine` asks for."""
+
+    info, pid, snapshot = None, 0, None
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+        self._over = threading.Event()
+
+    def end(self, reason: str) -> None:
+        self.error = reason
+        self._over.set()
+
+    def wait_until_ended(self) -> str:
+        self._over.wait()
+        return self.error or ""
+
+    async def generate(self, prompts: Any, params: Any) -> AsyncGenerator[Any]:
+        yield self
+
+    def close(self) -> None:
+        self.end(self.error or "closed")
+
+
+def test_an_engine_that_ends_before_it_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice: as it is first started, and as it is started again."""
+    started: list[Fake] = []
+
+    class Ending(Fake):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__()
+            started.append(self)
+            if len(started) < 3:
+                self.end("it ended")
+
+    monkeypatch.setattr(restarting_engine, "EngineProcess", Ending)
+    engine = RestartingEngine(engine_config(), policy=RestartPolicy(first_delay=0.01))
+
+    async def first() -> Any:
+        return await anext(engine.generate({}, SamplingParams()))
+
+    assert asyncio.run(asyncio.wait_for(first(), 20)) is started[2]
+    assert (engine.num_restarts, engine.trouble) == (2, None)
+    engine.close()
+    with pytest.raises(EngineDead, match="closed"):
+        asyncio.run(asyncio.wait_for(first(), 20))
+
+
+def test_a_channel_ends_though_the_other_side_does_not_read() -> None:
+    ours, theirs = Pipe()
+    channel = Channel(ours, lambda message: None, lambda: None)
+    channel.send(b"x" * 10_000_000)  # more than a socket holds
+    closing = threading.Thread(target=channel.close, daemon=True)
+    closing.start()
+    closing.join(20)
+    assert not closing.is_alive()
+    assert not channel._writer.is_alive() and not channel._reader.is_alive() and ours.closed
+    theirs.close()
+
+
+@engines_forked()
+def test_restarts_leave_no_threads_and_no_sockets() -> None:
+    """Of engines that die while nothing is asked of them."""
+    engine = RestartingEngine(engine_config(), policy=RestartPolicy(first_delay=0.01))
+    this = psutil.Process()
+
+    def held() -> tuple[list[str], int]:
+        gc.collect()  # a forked process, unlike a started one, is watched by a pipe
+        return sorted(thread.name for thread in threading.enumerate()), this.num_fds()
+
+    def kill_and_wait() -> None:
+        before = engine.pid
+        kill(engine)
+        until(lambda: engine.pid != before and engine.trouble is None, 60)
+
+    kill_and_wait()  # the process server of the forks has its own pipes since then
+    before = held()
+    kill_and_wait()
+    until(lambda: held() == before)
+    engine.close()
+    names, _ = held()
+    assert not [name for name in names if name.startswith(("channel", "engine"))]
+
+
+@engines_forked()
+def test_an_engine_that_stands_still_is_started_again() -> None:
+    hangs = HangPolicy(silence_seconds=5.0)
+    engine = RestartingEngine(engine_config(), policy=RestartPolicy(first_delay=0.01), hangs=hangs)
+    with running_server(engine) as server, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(ask, server)
+        until(lambda: engine.snapshot and engine.snapshot.num_running == 1)
+        os.kill(engine.pid, signal.SIGSTOP)
+        error = call.result().json()["error"]
+        assert error["code"] == "engine_failed"
+        assert "the engine hangs: it has sent nothing for" in error["message"]
+        assert ask(server, max_tokens=5).status_code == 200
+        assert engine.num_restarts == 1
+    engine.close()
+
+
+def test_a_long_step_is_no_hang_and_an_endless_one_is() -> None:
+    watch = EngineWatch(HangPolicy(silence_seconds=30, step_seconds=600))
+    assert watch.pass_time(1000) is None  # it is being imported
+    for taken in range(600):  # one step, whose process sends beats
+        watch.hear(Beat(float(taken)))
+        assert watch.pass_time(1) is None
+    watch.hear(Beat(0.0))
+    assert watch.pass_time(30) is None
+    assert "sent nothing for 31 seconds" in str(watch.pass_time(1))
+    watch.hear(Beat(601.0))
+    assert "its step has taken 601 seconds" in str(watch.pass_time(0))
+
+
+def test_a_step_does_not_silence_the_heart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    sent: Queue[Beat] = Queue()
+    heart = Heartbeat(sent.put)
+    assert sent.get(timeout=20) == Beat(0.0)
+    with heart.step():
+        while not sent.get(timeout=20).step_seconds > 0.05:
+            pass
+    while sent.get(timeout=20).step_seconds:
+        pass
+
+
+@pytest.mark.parametrize("wrong", [{"silence_seconds": 0.0}, {"step_seconds": float("inf")}])
+def test_hangs_that_are_never_or_always(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        HangPolicy(**wrong)
+
+
 def test_an_engine_is_given_up_after_so_many_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[float] = []
 
-    class Dying:
-        """A process that ends as soon as it is started again."""
+    class Dying(Fake):
+        """A process that ends at once, and does not start again."""
 
-        error, info, pid, trouble, snapshot = "dead", None, 0, "dead", None
-
-        def __init__(self, config: Any, progress: Any = None, *, ended: Any) -> None:
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__()
             started.append(time.monotonic())
             if len(started) > 1:
                 raise ValueError("the engine did not start: no memory")
-            threading.Thread(target=ended, args=("it ended",)).start()
-
-        def close(self) -> None: ...
+            self.end("it ended")
 
     monkeypatch.setattr(restarting_engine, "EngineProcess", Dying)
     policy = RestartPolicy(max_restarts=2, first_delay=0.1)
@@ -257,11 +390,13 @@ def test_an_engine_is_given_up_after_so_many_restarts(monkeypatch: pytest.Monkey
     engine.close()
 
 
-def test_restarts_long_ago_do_not_count() -> None:
-    policy = RestartPolicy(max_restarts=1, first_delay=3.0, window_seconds=1e-9)
-    engine = RestartingEngine.__new__(RestartingEngine)
-    engine._policy, engine._ends = policy, deque()
-    assert [engine._next_delay() for _ in range(3)] == [3.0] * 3
+def test_restarts_count_for_ten_minutes() -> None:
+    budget = RestartBudget(RestartPolicy())
+    assert [budget.next_delay(now) for now in (0, 1, 2, 3)] == [1, 2, 4, None]
+    budget = RestartBudget(RestartPolicy(max_restarts=1))
+    assert [budget.next_delay(now) for now in (0, 600, 1201)] == [1, None, 1]
+    budget = RestartBudget(RestartPolicy(max_restarts=1))
+    assert [budget.next_delay(now) for now in (0, 600.5, 1201.5)] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("wrong", [{"max_restarts": -1}, {"first_delay": -1.0}])

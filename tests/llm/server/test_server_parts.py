@@ -36,12 +36,10 @@ from anabranch.llm.server.deltas import (  # noqa: E402
     DeltaCursor,
     RequestDelta,
     join_deltas,
-    pack,
-    unpack,
 )
 from anabranch.llm.server.errors import ApiError  # noqa: E402
 from anabranch.llm.server.events import TextEvents, event_of  # noqa: E402
-from anabranch.llm.server.messages import Ready  # noqa: E402
+from anabranch.llm.server.messages import Outputs, Ready  # noqa: E402
 from anabranch.llm.server.served_engine import ServedEngine  # noqa: E402
 from anabranch.llm.server.server_limits import SequenceQuota, ServerLimits  # noqa: E402
 from anabranch.llm.server.service import Service, make_service  # noqa: E402
@@ -100,7 +98,7 @@ def test_deltas_joined_are_the_output(at_once: int) -> None:
     told: list[RequestDelta] = []
     for number, _ in enumerate(iter(lambda: llm.engine.has_work and llm.engine.step(), False), 1):
         if number % at_once == 0 or request.finished:
-            told += unpack(pickle.loads(pickle.dumps(pack([cursor.delta()]))))
+            told += pickle.loads(pickle.dumps(Outputs([cursor.delta()]))).deltas
     assert not any(delta.prompt_logprobs for delta in told[1:])
     whole = join_deltas(told)
     output = request.output()

@@ -474,9 +474,10 @@ TREE_SHAPE = {"tree_width": 2, "num_drafts": 7}
 
 
 @IN_TURN_OR_FLIGHT
+@pytest.mark.parametrize("apart", [False, True], ids=["as it grows", "first choices apart"])
 @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_trees_of_a_draft_model_that_is_the_target(
-    params: SamplingParams, like_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    params: SamplingParams, apart: bool, like_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first choices are all right, as long as its own keys were moved, too."""
     llm = tiny(speculative=draft_trees(source()))
@@ -496,6 +497,9 @@ def test_trees_of_a_draft_model_that_is_the_target(
         finish(run, accepted)
 
     monkeypatch.setattr(proposer, "finish", watched)
+    if apart:  # siblings between the first choices, so that every accepted path is moved
+        shape = [-1, -1, 0, 0, 2, 2, 4]
+        monkeypatch.setattr(proposer, "shape", lambda num_drafts: shape[:num_drafts])
     assert outputs(llm, PROMPTS, params) == outputs(tiny(), PROMPTS, params)
     assert first > 10 and not other
 

@@ -415,6 +415,16 @@ def test_asking_in_vain_counts() -> None:
     for _ in range(60):
         adaptive.count(4, 0, 4)  # drafted or not: nothing came of it
     assert adaptive.expected_tokens(4) < 1.01
+
+
+def test_drafts_that_an_end_left_no_room_for_are_not_rejected() -> None:
+    adaptive = AdaptiveDrafts(4)
+    for room, accepted in ((0, 0), (1, 1), (2, 2), (3, 3)):
+        for _ in range(40):
+            adaptive.count(4, accepted, room)
+    assert adaptive.expected_tokens(3) > 3.99
+    untried = AdaptiveDrafts(4).expected_tokens(1) - 1
+    assert adaptive.expected_tokens(4) == pytest.approx(4 + untried, abs=0.02)
     assert drive(adaptive, 100, ms={0: 1.0, 1: 1.05, 2: 1.05, 4: 1.05}, accepted=0.0) == 0
 
 

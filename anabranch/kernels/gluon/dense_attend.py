@@ -1,0 +1,75 @@
+"""Calls over keys and values apart, as the producer "gluon" runs them."""
+
+from __future__ import annotations
+
+import torch
+
+from anabranch.call import AttendCall, PlanOptions, new_state
+from anabranch.kernels.gluon.boxes import store_refusal, takes_rows
+from anabranch.kernels.gluon.plan import HopperLayout, fill_plan, lay_out
+from anabranch.kernels.hopper_config import HEAD_DIMS, HopperTiles
+from anabranch.state import AttentionState
+
+__all__ = ["attend", "fill_plan", "lay_out", "prefers", "refusal"]
+MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's loads
+MIN_ROWS = 32  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
+
+
+def prefers(call: AttendCall, options: PlanOptions) -> bool:
+    """Whether this producer should run a call that names none: rows must fill its tiles.
+
+    H200, 32/8 heads of 128, us here and in Triton: 8 queries (32 rows), 1 x 32768 46.5 and 47.5,
+    8 x 8192 73.2 and 79.0; 4 queries, 64/8 heads, 16 x 8192 131 and 147; 16 queries, 8 x 8192 77.2
+    and 91.8. But 3 queries, 64/8 heads (24 rows), 8 x 259 10.4 and 10.0.
+    """
+    q, keys = call.queries.packed, call.keys
+    if options.rows_per_seq is not None:
+        return options.rows_per_seq >= MIN_ROWS
+    return q.shape[0] * q.shape[1] >= MIN_ROWS * keys.num_kv_heads * max(keys.num_seqs, 1)
+
+
+def refusal(call: AttendCall, options: PlanOptions) -> str | None:
+    """Why a call cannot run here; None if it can."""
+    q, keys, view = call.queries.packed, call.keys, call.view
+    dims = (q.shape[2], keys.head_dim_v)
+    if dims not in HEAD_DIMS:
+        known = ", ".join("/".join(map(str, pair)) for pair in HEAD_DIMS)
+        return f"it has tiles for head dims {known}, got {dims[0]}/{dims[1]}"
+    if options.config is not None and not isinstance(options.config, HopperTiles):
+        return f"config must be HopperTiles, got {type(options.config).__name__}"
+    if options.fused_merge is False:
+        return "it merges parts without a second launch, got fused_merge=False"
+    if view.lists is not None or view.log_weights is not None:
+        return f"it copies keys in boxes, got lists of up to {keys.capacity} keys"
+    page = view.page_size
+    if view.page_table is not None and (page < MIN_PAGE or page & (page - 1)):
+        return f"pages must hold a power of two of at least {MIN_PAGE} keys, got {page}"
+    if not takes_rows(q):
+        return f"q must have whole tokens, aligned to 16 bytes, got strides {q.stride()}"
+    for name, store in (("k", view.k), ("v", view.v)):
+        if reason := store_refusal(name, store):
+            return reason
+    return None
+
+
+def attend(
+    call: AttendCall,
+    layout: HopperLayout,
+    room: torch.Tensor,
+    out: AttentionState | None,
+) -> AttentionState:
+    """The state of a call, in `out` if that is given."""
+    from anabranch.kernels.gluon.launch import attend as launch
+
+    q, state = call.queries.packed, out
+    if state is None or not takes_rows(state.out):
+        state = new_state(call)
+    if q.shape[0]:
+        plan = layout.open(room)
+        where = plan.order, plan.counter, plan.parts
+        launch(q, call.view, call.rules, state, *where, plan.constants)
+    if out is None or state is out:
+        return state
+    out.out.copy_(state.out)
+    out.lse.copy_(state.lse)
+    return out

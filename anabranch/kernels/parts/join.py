@@ -1,0 +1,115 @@
+"""The merge of parts that wait in slots: the same law for a tree, for groups and for a launch."""
+
+import triton
+import triton.language as tl
+
+from anabranch.kernels.parts.slots import rows_left, slot_of, slot_rows, store_slot, write_rows
+from anabranch.kernels.softmax.online_softmax import (
+    empty_state,
+    finish_merge,
+    merge_batch,
+    merge_part,
+)
+
+
+@triton.jit
+def merge_slots(
+    state,  # of no parts, for some rows and columns
+    rows,  # of the block,
+    num_rows,  # those from here on belong to no token
+    columns,
+    parts_of_node,  # first part, parts from child to child, children
+    item,  # with first_slot and kv_head
+    parts,  # Parts
+    ROWS_OF: tl.constexpr,  # where rows of a part wait
+    WIDTH: tl.constexpr,
+    BATCH: tl.constexpr,
+    C: tl.constexpr,
+):
+    """Merge rows of parts in the order of their keys. Loads pass by L1: other workers wrote them.
+
+    All loads of a batch are under way before the first is used.
+    """
+    node, span, children = parts_of_node
+    for first in range(0, children, BATCH):
+        outs = ()
+        lses = ()
+        for i in tl.static_range(BATCH):
+            present = (rows < num_rows) & (first + i < children)
+            places = ROWS_OF(node + (first + i) * span, rows, item, C)
+            ptrs = parts.outs + places[:, None] * WIDTH + columns
+            lse = tl.load(parts.lses + places, present, other=float("-inf"), cache_modifier=".cg")
+            out = tl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
+            outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
+            lses = lses + (lse,)  # noqa: RUF005
+        for i in tl.static_range(BATCH):
+            state = merge_part(state, outs[i], lses[i])
+    return finish_merge(state)
+
+
+@triton.jit
+def merge_at_once(node, span, children, rows, num_rows, item, parts, C: tl.constexpr):
+    """`merge_slots` by batches, for a launch of its own where no bits have to be equal.
+
+    ptxas loads parts that wait under a condition, or for the weight of the part before, one after
+    the other. So copies of the last part, and of the last row, are loaded and weigh nothing.
+    """
+    state = empty_state(C.merging.rows, C.tiles.block_dv)
+    dims = tl.arange(0, C.tiles.block_dv)[None, :]
+    BATCH: tl.constexpr = C.merging.batch
+    for first in range(0, children, BATCH):
+        outs = ()
+        lses = ()
+        for i in tl.static_range(BATCH):
+            present = (rows < num_rows) & (first + i < children)
+            child = tl.minimum(first + i, children - 1)
+            places = slot_rows(node + child * span, tl.minimum(rows, num_rows - 1), item, C)
+            lse = tl.load(parts.lses + places, cache_modifier=".cg")
+            lse = tl.where(present, lse, float("-inf"))
+            ptrs = parts.outs + places[:, None] * C.tiles.block_dv + dims
+            out = tl.where(present[:, None], tl.load(ptrs, cache_modifier=".cg"), 0.0)
+            outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
+            lses = lses + (lse,)  # noqa: RUF005
+        state = merge_batch(state, outs, lses, BATCH)
+    return finish_merge(state)
+
+
+@triton.jit
+def merge_children(node, span, children, rows, num_rows, item, parts, C: tl.constexpr):
+    """Merge some rows of a node's children. Fixed parts are merged one by one, for equal bits."""
+    if C.merging.fused or C.division.fixed_parts:
+        state = empty_state(C.merging.rows, C.tiles.block_dv)
+        columns = tl.arange(0, C.tiles.block_dv)[None, :]
+        WIDTH: tl.constexpr = C.tiles.block_dv
+        BATCH: tl.constexpr = C.merging.batch
+        of_node = (node, span, children)
+        return merge_slots(
+            state, rows, num_rows, columns, of_node, item, parts, slot_rows, WIDTH, BATCH, C
+        )
+    else:
+        return merge_at_once(node, span, children, rows, num_rows, item, parts, C)
+
+
+@triton.jit
+def merge_node(node, span, children, is_top, item, results, C: tl.constexpr):
+    """Merge a node's children: at the top into the output, else into the first child's slot."""
+    left = tl.minimum(rows_left(item.block, C), C.tiles.block_m)
+    for row in range(0, left, C.merging.rows):
+        rows = row + tl.arange(0, C.merging.rows)
+        out, lse = merge_children(node, span, children, rows, left, item, results.parts, C)
+        if is_top:
+            write_rows(out, lse, rows + item.block.first_row, item, results, C)
+        else:
+            tl.debug_barrier()  # the first child's slot has been read
+            store_slot(out, lse, node, rows, left, item, results.parts, C)
+
+
+@triton.jit
+def arrive(node, count, children, item, parts, C: tl.constexpr):
+    """Whether a worker with `count` of `children` is the last at a node; it resets the counter."""
+    counter = parts.counters + slot_of(node, item.first_slot, item.kv_head, C)
+    tl.debug_barrier()  # every warp's stores come before the release below
+    is_last = tl.atomic_add(counter, count, sem="acq_rel", scope="gpu") == children - count
+    if is_last:
+        tl.store(counter, 0)
+    return is_last

@@ -1,0 +1,318 @@
+"""How many small faults the tests notice: `make mutants`, an hour; `--minutes 15` for less.
+
+A random sample of mutations (tests/support/mutations.py) is applied one at a time in a scratch copy
+of the tree, and tests of the changed file that run the changed line are run until one fails, the
+quickest first. Each run is a fork of a process that has imported what takes long. Mutations that
+change nothing anyone could see are listed with their reasons in tests/equivalent_mutants.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+from line_traces import LineTraces  # noqa: E402
+from mutations import Mutation, find_mutations  # noqa: E402
+
+ROOMS = ("llm/engine", "llm/server", "llm/sampling", "llm/sequences", "keys", "distributed")
+EQUIVALENT = ROOT / "tests" / "equivalent_mutants.json"
+WARM = ("torch", "transformers", "transformers.models.llama.modeling_llama", "triton", "numpy")
+WARM += ("pytest", "hypothesis", "gguf", "fastapi", "httpx", "openai", "uvicorn", "typer", "rich")
+LEAST_SECONDS, SLOWER = 60.0, 4.0  # until a run counts as hung; times what the tests usually take
+MOST_SECONDS = 60.0  # of tests that are run for a mutant, as they take without it
+
+ENGINE, SERVER, LLM = "tests/llm/engine/", "tests/llm/server/", "tests/llm/"
+SERVED = (f"{SERVER}test_server_parts.py", f"{SERVER}test_server_prompts.py")
+ATTENTION = "tests/attention/"
+# The tests of a file, the quickest first; the longest prefix that fits counts.
+TESTS: dict[str, tuple[str, ...]] = {
+    "llm/engine/": (f"{ENGINE}test_engine.py",),
+    "llm/engine/async_llm.py": (f"{ENGINE}test_async_llm.py",),
+    "llm/engine/attention_ways.py": (
+        f"{ENGINE}test_engine_cascade.py",
+        f"{ENGINE}test_engine_sparse.py",
+    ),
+    "llm/engine/config.py": (f"{ENGINE}test_engine.py", f"{ENGINE}test_engine_sparse.py"),
+    "llm/engine/detokeniser.py": (f"{ENGINE}test_text_stream.py",),
+    "llm/engine/drafters.py": (
+        f"{LLM}speculative/test_speculative.py",
+        f"{LLM}speculative/test_draft_trees.py",
+    ),
+    "llm/engine/launch.py": (f"{ENGINE}test_engine.py", f"{LLM}speculative/test_draft_trees.py"),
+    "llm/engine/llm.py": (f"{ENGINE}test_llm_threads.py", f"{ENGINE}test_engine.py"),
+    "llm/engine/prompts.py": (f"{ENGINE}test_text_stream.py", f"{ENGINE}test_engine.py"),
+    "llm/engine/ranks.py": (f"{LLM}parallel/test_ranks.py",),
+    "llm/engine/scheduler.py": (f"{ENGINE}test_scheduler.py", f"{ENGINE}test_engine.py"),
+    "llm/engine/stats.py": (f"{LLM}speculative/test_speculative.py", f"{ENGINE}test_engine.py"),
+    "llm/engine/text_stream.py": (f"{ENGINE}test_text_stream.py",),
+    "llm/engine/turns.py": (f"{ENGINE}test_llm_threads.py",),
+    "llm/sampling/": (
+        f"{LLM}sampling/test_sampling_params.py",
+        f"{LLM}sampling/test_sampler.py",
+        f"{LLM}sampling/test_verify.py",
+        f"{LLM}speculative/test_draft_trees.py",
+    ),
+    "llm/sequences/": (
+        f"{ENGINE}test_scheduler.py",
+        f"{LLM}runner/test_cache.py",
+        f"{LLM}speculative/test_draft_trees.py",
+        f"{ENGINE}test_engine.py",
+    ),
+    "llm/server/": (*SERVED, f"{SERVER}test_server.py", f"{SERVER}test_server_failure.py"),
+    "llm/server/channel.py": (*SERVED, f"{SERVER}test_server_failure.py"),
+    "llm/server/engine_process.py": (f"{SERVER}test_server_failure.py",),
+    "llm/server/guarded_protocol.py": (f"{SERVER}test_server_connections.py",),
+    "llm/server/markdown.py": (f"{SERVER}test_server_markdown.py",),
+    "llm/server/restarting_engine.py": (f"{SERVER}test_server_failure.py",),
+    "keys/": (
+        f"{ATTENTION}test_keys.py",
+        f"{ATTENTION}test_attend_refusals.py",
+        f"{ATTENTION}test_append_kv.py",
+        f"{ATTENTION}test_attend_cpu.py",
+        f"{ATTENTION}test_quantised.py",
+        f"{ATTENTION}test_selected.py",
+        f"{ATTENTION}test_latent.py",
+    ),
+    "distributed/": ("tests/distributed/test_distributed.py", f"{LLM}parallel/test_ranks.py"),
+}
+
+
+class Outcome(NamedTuple):
+    """What became of a mutant."""
+
+    mutation: Mutation
+    result: str  # "caught", "hung", which is as good, or "survived"
+    seconds: float
+
+
+def tests_of(path: str) -> tuple[str, ...]:
+    """Test files of a source file."""
+    inside = path.removeprefix("anabranch/")
+    return TESTS[max((name for name in TESTS if inside.startswith(name)), key=len)]
+
+
+def all_mutations() -> list[Mutation]:
+    """Of every file of the rooms, without those known to change nothing."""
+    known = {tuple(row["mutation"]) for row in json.loads(EQUIVALENT.read_text())}
+    found: list[Mutation] = []
+    for room in ROOMS:
+        for path in sorted((ROOT / "anabranch" / room).rglob("*.py")):
+            name, source = path.relative_to(ROOT).as_posix(), path.read_bytes()
+            lines = source.decode().splitlines()
+            for each in find_mutations(name, source):
+                text = lines[each.line - 1].strip()
+                if (name, text, each.before, each.after) not in known:
+                    found.append(each)
+    return found
+
+
+class Scratch:
+    """A copy of the tree, in which one mutation at a time is made."""
+
+    def __init__(self) -> None:
+        self.root = Path(tempfile.mkdtemp(prefix="mutants-"))
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, check=True)
+        for name in listed.stdout.decode().splitlines():
+            if name.startswith(("anabranch/", "tests/", "examples/", "benchmarks/report")) or (
+                "/" not in name and not name.endswith(".whl")
+            ):
+                target = self.root / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                if (ROOT / name).is_file():
+                    shutil.copy(ROOT / name, target)
+        self._time = time.time() - 1e6  # compiled files are found by whole seconds
+        self._traces: dict[str, list[dict[str, Any]]] = {}  # by test file; none where it fails
+        self._kept = Path(tempfile.gettempdir(), f"mutants-{self._digest()}")
+        self._kept.mkdir(exist_ok=True)
+
+    def close(self) -> None:
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    def _digest(self) -> str:
+        """Of all files: traces are kept for the next run over the same ones."""
+        found = hashlib.sha256()
+        for path in sorted(self.root.rglob("*")):
+            found.update(path.read_bytes() if path.is_file() else b"")
+        return found.hexdigest()[:16]
+
+    def _trace(self, test: str) -> list[dict[str, Any]]:
+        """The tests of a file, each with the lines it runs."""
+        if test not in self._traces:
+            kept = self._kept / f"{Path(test).stem}.json"
+            if not kept.is_file():
+                self._run((test,), 3600, traced=kept)
+            if not kept.is_file():
+                print(f"tests fail without a mutation: {test}", flush=True)
+            self._traces[test] = json.loads(kept.read_text()) if kept.is_file() else []
+        return self._traces[test]
+
+    def _chosen(self, mutation: Mutation) -> tuple[tuple[str, ...], float]:
+        """Tests that run the mutated line, the quickest first, and their seconds.
+
+        Of lines that run at import or in another process, those of the file, or all.
+        """
+        path = mutation.path.removeprefix("anabranch/")
+        rows = [row for test in tests_of(mutation.path) for row in self._trace(test)]
+        of_file = [row for row in rows if path in row["files"]]
+        of_line = [row for row in of_file if mutation.line in row["files"][path]]
+        tests, total = list[str](), 0.0
+        for row in sorted(of_line or of_file or rows, key=lambda row: row["seconds"]):
+            if total < MOST_SECONDS:
+                tests.append(row["test"])
+                total += row["seconds"]
+        return tuple(tests), total
+
+    def try_out(self, mutation: Mutation) -> Outcome | None:
+        """Run the tests of a mutated line; None where there are none that pass without it."""
+        tests, usual = self._chosen(mutation)
+        if not tests:
+            return None
+        source = (self.root / mutation.path).read_bytes()
+        self._write(mutation.path, mutation.apply(source))
+        try:
+            code, seconds = self._run(tests, max(LEAST_SECONDS, SLOWER * usual))
+        finally:
+            self._write(mutation.path, source)
+        result = "hung" if code is None else "caught" if code else "survived"
+        return Outcome(mutation, result, seconds)
+
+    def _write(self, path: str, source: bytes) -> None:
+        self._time += 10
+        (self.root / path).write_bytes(source)
+        os.utime(self.root / path, (self._time, self._time))
+
+    def _run(
+        self, tests: tuple[str, ...], limit: float, traced: Path | None = None
+    ) -> tuple[int | None, float]:
+        """The exit code of pytest in a fork of this process, or None where it hangs."""
+        start = time.monotonic()
+        child = os.fork()
+        if not child:
+            self._test(tests, traced)
+        code: int | None = None
+        while time.monotonic() - start < limit:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                code = 1 if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+                break
+            time.sleep(0.05)
+        with suppress(ProcessLookupError):
+            os.killpg(child, signal.SIGKILL)  # what it started too
+        if code is None:
+            os.waitpid(child, 0)
+        return code, time.monotonic() - start
+
+    def _test(self, tests: tuple[str, ...], traced: Path | None) -> None:
+        """Never returns."""
+        code = 70
+        try:
+            os.setsid()
+            os.chdir(self.root)
+            silence = os.open(self.root / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for stream in (1, 2):
+                os.dup2(silence, stream)
+            os.environ["PYTHONPATH"] = str(self.root)
+            sys.path[:] = [str(self.root), *(p for p in sys.path if p not in ("", str(ROOT)))]
+            sys.path.remove(str(ROOT / "tests" / "support"))
+            pytest: Any = import_module("pytest")
+            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            plugins = [LineTraces(self.root / "anabranch", traced)] if traced else []
+            code = int(pytest.main([*options, *tests], plugins))
+        finally:
+            os._exit(code)
+
+
+def warm_up() -> None:
+    """Import what takes long, and nothing that is mutated."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    os.environ["HYPOTHESIS_STORAGE_DIRECTORY"] = tempfile.gettempdir() + "/mutants-hypothesis"
+    os.environ["CI"] = "1"  # the same examples for every mutant
+    for name in WARM:
+        try:
+            import_module(name)
+        except ImportError:
+            continue
+    assert "anabranch" not in sys.modules
+
+
+def work(sample: list[Mutation], taken: Any, until: float, results: Any) -> None:
+    """Try mutations in their order until time is up."""
+    scratch = Scratch()
+    try:
+        while time.monotonic() < until:
+            with taken.get_lock():
+                number = taken.value
+                taken.value += 1
+            if number >= len(sample):
+                break
+            outcome = scratch.try_out(sample[number])
+            if outcome is not None:
+                results.put(outcome)
+                print(
+                    f"{outcome.result:8} {outcome.seconds:5.0f} s  {outcome.mutation}", flush=True
+                )
+    finally:
+        scratch.close()
+        results.put(None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--only", default="", help="paths that contain one of these, by commas")
+    parser.add_argument("--out", type=Path, default=Path("mutants.json"))
+    given = parser.parse_args()
+    wanted = given.only.split(",")
+    sample = [each for each in all_mutations() if any(name in each.path for name in wanted)]
+    random.Random(given.seed).shuffle(sample)
+    warm_up()
+    context = multiprocessing.get_context("fork")
+    taken, results = context.Value("i", 0), context.Queue()
+    until = time.monotonic() + 60 * given.minutes
+    arguments = (sample, taken, until, results)
+    workers = [context.Process(target=work, args=arguments) for _ in range(given.jobs)]
+    for worker in workers:
+        worker.start()
+    outcomes, running = list[Outcome](), given.jobs
+    while running:
+        outcome = results.get()
+        running -= outcome is None
+        outcomes += [] if outcome is None else [outcome]
+    for worker in workers:
+        worker.join()
+    report(outcomes, len(sample), given)
+
+
+def report(outcomes: list[Outcome], num_known: int, given: argparse.Namespace) -> None:
+    """Print the score and the survivors, and write all outcomes."""
+    survivors = [each for each in outcomes if each.result == "survived"]
+    share = 1 - len(survivors) / max(len(outcomes), 1)
+    caught = len(outcomes) - len(survivors)
+    print(f"\n{caught} of {len(outcomes)} mutants caught ({share:.0%}), of {num_known} known")
+    for each in sorted(survivors):
+        print(f"survived: {each.mutation}")
+    rows = [each.mutation.__dict__ | {"result": each.result} for each in outcomes]
+    content = {"seed": given.seed, "minutes": given.minutes, "score": share, "mutants": rows}
+    given.out.write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
