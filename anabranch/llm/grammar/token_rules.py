@@ -13,7 +13,7 @@ import numpy as np
 from anabranch.llm.grammar.bad_words import BadWords
 from anabranch.llm.grammar.grammar_state import GrammarError, GrammarState, Words
 
-SLOW_SECONDS = 0.02  # for the masks of a sequence in a step
+SLOW_SECONDS = 0.02  # of a core, for a mask
 MAX_SLOW_STEPS = 3  # after which a request ends
 
 
@@ -59,7 +59,7 @@ class TokenRules:
 
         `parents` of drafts are earlier drafts, or -1. What cannot be reached is left as it is.
         """
-        began = time.perf_counter()
+        began = time.thread_time()  # not the wall clock: others may have the core
         self._fill(masks[0], ())
         if not masks[0].any():
             raise GrammarError("no token may follow: the grammar, bad_words and allowed_token_ids")
@@ -68,7 +68,7 @@ class TokenRules:
             if walk.go(path) and not self.over:
                 self._fill(masks[1 + place], path)
         walk.go(())
-        if time.perf_counter() - began > SLOW_SECONDS * (1 + len(drafts)):
+        if time.thread_time() - began > SLOW_SECONDS * (1 + len(drafts)):
             self._num_slow += 1
         if self._num_slow >= MAX_SLOW_STEPS:
             raise GrammarError(
