@@ -3,13 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+CLIENTS := .venv-clients
 
 # Every Triton that kernels are tested with: the oldest is in .venv, the others lie in .tritons.
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 NEWEST  := $(lastword $(TRITONS))
 KERNEL_TESTS := tests/kernels tests/attention tests/compositions
 
-.PHONY: demo test test-gpu test-distributed test-versions test-newest test-vllm mutants check bench docs clean
+.PHONY: demo test test-gpu test-distributed test-versions test-newest test-vllm test-clients mutants check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -53,6 +54,16 @@ $(VLLM)/.ready: pyproject.toml
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
 
+# Not in CI: frameworks that speak to the server. They want an older openai than the tests have.
+$(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	grep -v '^openai==' constraints.txt > $(CLIENTS)/constraints.txt
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest --requirement tests/clients/requirements.txt
+	@touch $@
+
+test-clients: $(CLIENTS)/.ready
+	$(CLIENTS)/bin/pytest tests/clients
+
 # An hour: how many small faults in the engine, the server and what they stand on the tests notice.
 mutants: $(VENV)/.ready
 	$(BIN)/python tests/mutants.py --out mutants.json
@@ -73,4 +84,4 @@ docs: $(VENV)/.ready
 	$(BIN)/python benchmarks/report
 
 clean:
-	rm -rf $(VENV) $(VLLM) .tritons build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) .tritons build dist *.egg-info

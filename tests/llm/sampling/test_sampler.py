@@ -13,7 +13,10 @@ from drafting import filtered_probs
 from torch import Tensor
 
 from anabranch.kernels.cpu import gumbel_argmax as on_cpu
+from anabranch.kernels.cpu import mask_tokens as mask_on_cpu
 from anabranch.kernels.triton import gumbel_argmax as in_triton
+from anabranch.kernels.triton import mask_tokens as mask_in_triton
+from anabranch.llm.grammar.token_rules import token_mask
 from anabranch.llm.sampling.batch import SampleBatch
 from anabranch.llm.sampling.filters import UNIT, keep_top_p
 from anabranch.llm.sampling.logits import _argmax_in_pieces
@@ -209,6 +212,23 @@ def test_the_kernel_draws_what_the_cpu_draws(vocab: int) -> None:
     keys = torch.from_numpy(noise_keys(np.arange(6), np.array([9])))
     found = in_triton.gumbel_argmax(wide.to(device)[:, :vocab], keys.to(device))
     assert found.tolist() == on_cpu.gumbel_argmax(logs, keys).tolist()
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 97, 4096, 5000])
+@pytest.mark.parametrize("kernel", [mask_on_cpu, mask_in_triton])
+def test_masks_ban_tokens_of_their_rows(kernel: Any, vocab: int) -> None:
+    on_gpu = kernel is mask_in_triton and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    wide = torch.randn(5, vocab + 3, device=device)  # rows may lie apart
+    scores = wide[:, :vocab]
+    allowed = [set(range(0, vocab, 3)), set[int](), set(range(vocab))]
+    words = torch.from_numpy(np.stack([token_mask(each, vocab) for each in allowed])).to(device)
+    wanted, rows = scores.clone(), [4, 0, 2]
+    for row, tokens in zip(rows, allowed, strict=True):
+        banned = sorted(set(range(vocab)) - tokens)
+        wanted[row, banned] = -torch.inf
+    kernel.mask_tokens(scores, torch.tensor(rows, device=device), words)
+    assert torch.equal(scores, wanted)
 
 
 def test_rounding_of_the_logits_moves_only_near_ties() -> None:

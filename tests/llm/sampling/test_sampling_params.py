@@ -32,6 +32,9 @@ REFUSED: dict[str, list[Any]] = {
     "skip_special_tokens": [1, None],
     "truncate_prompt_tokens": [0, -1, 1.0],
     "speculate": [1, "no"],
+    "structured_outputs": ["json", 3],
+    "bad_words": [[""], [1], 3],
+    "allowed_token_ids": [[-1], [1.0], 3],
 }
 
 
