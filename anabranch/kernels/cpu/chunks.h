@@ -50,15 +50,18 @@ INLINE void read_codes(const int f, const uint8_t *from, bytes *codes) {
   const uint8_t *low = from + 64 * (num_bits(f) - 4);
   for (int v = 0; v < 4; v++) {
     bytes both = load_bytes(low + 64 * v);
-    codes[v] = both & 15;
-    codes[v + 4] = both >> 4;
+    codes[v] = bits_of(both, 0, 15);
+    codes[v + 4] = bits_of(both, 4, 15);
   }
   if (num_bits(f) == 5) {
     bytes high = load_bytes(from);
-    for (int v = 0; v < 8; v++) codes[v] |= (high >> v & 1) << 4;
+    for (int v = 0; v < 8; v++) codes[v] = with_high_bits(codes[v], bits_of(high, v, 1));
   }
   if (num_bits(f) == 6)
-    for (int v = 0; v < 8; v++) codes[v] |= (load_bytes(from + v / 4 * 64) >> v % 4 * 2 & 3) << 4;
+    for (int v = 0; v < 8; v++) {
+      bytes high = load_bytes(from + v / 4 * 64);
+      codes[v] = with_high_bits(codes[v], bits_of(high, v % 4 * 2, 3));
+    }
   if (f == IQ4_NL)
     for (int v = 0; v < 8; v++) codes[v] = look_up(iq4_nl_levels, codes[v]);
 }

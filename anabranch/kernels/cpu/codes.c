@@ -6,10 +6,10 @@
 
 /* Sums of num_rows rows with a panel, [num_rows, 16]. */
 INLINE void product(const int f, const int num_rows, const struct inputs *x, const uint8_t *w,
-                    long k, float *sums) {
+                    long k, float *to) {
   const long tile_size = head_bytes(f) + span_of(f) / CHUNK * chunk_bytes(f);
   long chunks = k / CHUNK;
-  vec total[8] = {0};
+  vec total[MOST_ROWS] = {0};
   for (long at = 0; at < chunks; at += span_of(f) / CHUNK, w += tile_size) {
     struct head head = read_head(f, w);
     for (int i = 0; i < span_of(f) / CHUNK; i++) {
@@ -19,36 +19,35 @@ INLINE void product(const int f, const int num_rows, const struct inputs *x, con
         const struct inputs *in = x + r * chunks + at + i;
         const int32_t *fours = (const int32_t *)in->codes;
         int zero = zero_code(f), halves = f == Q6_K;
-        ivec low = splat_int(-zero * (halves ? in->sums[0] : in->sums[0] + in->sums[1]));
-        ivec high = splat_int(halves ? -zero * in->sums[1] : 0);
+        sums low = splat_int(-zero * (halves ? in->sums[0] : in->sums[0] + in->sums[1]));
+        sums high = splat_int(halves ? -zero * in->sums[1] : 0);
         UNROLLED(v, 4) {
           low = dot(low, chunk.codes[v], fours[v], zero == 128);
           high = dot(high, chunk.codes[v + 4], fours[v + 4], zero == 128);
         }
-        if (!halves) low += high;
-        vec sum = chunk.scale[0] * in->scale * to_floats(low);
-        if (halves) sum += chunk.scale[1] * in->scale * to_floats(high);
+        if (!halves) low.whole += high.whole;
+        vec sum = chunk.scale[0] * in->scale * to_floats(low.whole);
+        if (halves) sum += chunk.scale[1] * in->scale * to_floats(high.whole);
         if (has_min(f)) sum += chunk.min * in->sum; /* which cancels much of it */
         total[r] += sum;
       }
     }
   }
-  UNROLLED(r, num_rows) store(sums + r * PANEL, total[r]);
+  UNROLLED(r, num_rows) store(to + r * PANEL, total[r]);
 }
 
 INLINE void rows_of_panel(const int f, const struct inputs *x, const uint8_t *w, long rows, long k,
                           struct outputs to) {
-  float sums[8 * PANEL];
-  for (long row = 0; row < rows;) {
-    long left = rows - row;
+  float found[MOST_ROWS * PANEL];
+  for (long row = 0, count; row < rows; row += count) {
+    long left = rows - row < MOST_ROWS ? rows - row : MOST_ROWS;
     const struct inputs *in = x + row * (k / CHUNK);
-    long count = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    if (count == 8) product(f, 8, in, w, k, sums);
-    if (count == 4) product(f, 4, in, w, k, sums);
-    if (count == 2) product(f, 2, in, w, k, sums);
-    if (count == 1) product(f, 1, in, w, k, sums);
-    write_sums(sums, PANEL, row, count, to);
-    row += count;
+    count = left >= 8 ? 8 : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+    if (MOST_ROWS >= 8 && count == 8) product(f, 8, in, w, k, found);
+    if (MOST_ROWS >= 4 && count == 4) product(f, 4, in, w, k, found);
+    if (MOST_ROWS >= 2 && count == 2) product(f, 2, in, w, k, found);
+    if (count == 1) product(f, 1, in, w, k, found);
+    write_sums(found, PANEL, row, count, to);
   }
 }
 

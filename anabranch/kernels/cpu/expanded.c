@@ -15,7 +15,8 @@ INLINE void expand(const int f, const uint8_t *tile, float *to) {
     struct chunk chunk;
     read_chunk(f, tile, head, i, &chunk);
     for (int v = 0; v < 8; v++) {
-      uvec fours = (uvec)chunk.codes[v];
+      uvec fours;
+      __builtin_memcpy(&fours, &chunk.codes[v], sizeof(fours));
       for (int column = 0; column < 4; column++) {
         vec code = to_floats((ivec)(fours >> 8 * column & 255) - zero_code(f));
         store(to + ((i * 8 + v) * 4 + column) * PANEL, chunk.scale[v / 4] * code + chunk.min);

@@ -132,9 +132,11 @@ void packed_linear(const struct matrix *w, const float *x, const float *bias,
   free(inputs);
 }
 
-/* Rows `ids` of the weights, as floats [num_rows, k]. */
-void packed_rows(const struct matrix *w, const int64_t *ids, float *to, long num_rows,
+/* Rows `ids` of the weights, as floats [num_rows, k]; 0, or 1 + the place of an id out of range. */
+long packed_rows(const struct matrix *w, const int64_t *ids, float *to, long num_rows,
                  int num_threads) {
+  for (long row = 0; row < num_rows; row++)
+    if (ids[row] < 0 || ids[row] >= w->n) return row + 1;
 #pragma omp parallel for num_threads(num_threads) if (num_rows * w->k >= MIN_PARALLEL)
   for (long row = 0; row < num_rows; row++) {
     const struct part *part = w->parts;
@@ -154,4 +156,5 @@ void packed_rows(const struct matrix *w, const int64_t *ids, float *to, long num
       for (long i = 0; i < span; i++) out[at + i] = tile[i * PANEL + id % PANEL];
     }
   }
+  return 0;
 }

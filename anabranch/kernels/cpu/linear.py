@@ -50,12 +50,14 @@ def describe(parts: Sequence[WeightPart], k: int, *, float_inputs: bool) -> torc
 
 
 def packed_rows(table: torch.Tensor, k: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows of the weight [n, k], which must be there: float32 [*rows.shape, k]."""
+    """Rows of the weight [n, k], float32 [*rows.shape, k]; an IndexError where there is no such."""
     ids = rows.to(torch.int64).contiguous()
     out = torch.empty(*rows.shape, k)
-    native().packed_rows(
+    bad = native().packed_rows(
         table.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel(), torch.get_num_threads()
     )
+    if bad:
+        raise IndexError(f"rows must be below {int(table[0])}, got {int(ids.flatten()[bad - 1])}")
     return out
 
 

@@ -31,7 +31,7 @@ SIGNATURES = {
     "attend_pages": (*[POINTER] * 15, FLOAT, INT),
     "encode_rows": (*[POINTER] * 5, INT),
 }
-NUMBERED = {"run_layers", "attend_pages", "encode_rows"}  # that return a number
+NUMBERED = {"packed_rows", "run_layers", "attend_pages", "encode_rows"}  # that return a number
 _log = logging.getLogger(__name__)
 
 

@@ -39,8 +39,8 @@ class CpuDecoderLayer(nn.Module):
         self.layer = layer
         self._attention: Any = [layer.self_attn]  # in a list, so that it is registered once
         self.arguments = arguments
-        self.num_heads, *weights = _weights(layer)
-        self.weights: tuple[AttentionWeights, OutputWeights] = tuple(weights)
+        self.num_heads, before, after = _weights(layer)
+        self.weights = before, after
         self._moved = False
         self._run: DecoderRun | None = None
         self._index = 0

@@ -7,7 +7,6 @@ from typing import cast
 import torch
 from torch import nn
 
-from anabranch.llm.models.cpu_linear import CpuLinear
 from anabranch.llm.models.join import JoinedLinears, JoinedPart
 from anabranch.llm.models.packed_linear import PackedLinear
 from anabranch.llm.models.row_linear import gated_linear
@@ -53,8 +52,6 @@ def _gated(block: nn.Module) -> GatedMLP | None:
     parts = [getattr(block, name, None) for name in ("gate_proj", "up_proj")]
     if not isinstance(joined, JoinedLinears) or joined.linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison]
         return None
-    if isinstance(joined.linear, CpuLinear):
-        return None  # its products are faster than one for all that gates
     if not isinstance(down, nn.Linear) or not all(isinstance(part, JoinedPart) for part in parts):
         return None
     return GatedMLP(joined, down)

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import nn
 
 from anabranch.kernels.cpu.native import native
-from anabranch.llm.models.cpu_linear import CpuLinear, has_onednn
 from anabranch.llm.models.packed_linear import pack_layers
 from anabranch.llm.models.row_linear import linear
-
-ONEDNN_BYTES = 2 << 30  # a second copy of all weights may take so much memory
 
 
 class RowLinear(nn.Linear):
@@ -34,18 +29,8 @@ def use_row_linear(model: nn.Module) -> int:
     ]
     for layer in on_gpu:
         layer.__class__ = RowLinear
-    if on_cpu and native() is not None:
+    if native() is None:
+        on_cpu = []  # torch's products
+    if on_cpu:
         pack_layers(model, on_cpu)
-    else:
-        _use_torch(on_cpu)
     return len(on_gpu) + len(on_cpu)
-
-
-def _use_torch(layers: list[nn.Linear]) -> None:
-    """A second copy of the weights for oneDNN, where there is memory for it."""
-    copies = has_onednn() and sum(layer.weight.nbytes for layer in layers) <= ONEDNN_BYTES
-    for layer in layers:
-        if layer.weight.is_contiguous():
-            layer.__class__ = CpuLinear
-            if copies:
-                cast("CpuLinear", layer).pack()

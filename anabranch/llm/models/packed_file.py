@@ -37,7 +37,7 @@ def write_packed(directory: Path, weights: Iterable[tuple[str, KeptWeight]]) -> 
             file.write(bytes(-file.tell() % ALIGNMENT))
             place = {"offset": file.tell(), "bytes": data.nbytes}
             index[name] = {"format": kind, "shape": list(shape), **place}
-            file.write(memoryview(data.contiguous().flatten().view(torch.uint8).numpy()))
+            data.contiguous().flatten().view(torch.uint8).numpy().tofile(file)
     (directory / INDEX).write_text(json.dumps(index, indent=1))
 
 

@@ -53,8 +53,8 @@ def _is_packed(model: nn.Module, name: str, kept: KeptWeight) -> bool:
 def _tied_head(model: PreTrainedModel, weights: dict[str, KeptWeight]) -> list[nn.Module]:
     """The output layer, where the file has no weight for it and the embeddings have one."""
     head: Any = model.get_output_embeddings()
-    name = next((name for name, module in model.named_modules() if module is head), None)
-    return [] if name is None or f"{name}.weight" in weights else [head]
+    names: list[str] = [name for name, module in model.named_modules() if module is head]
+    return [head] if names and f"{names[0]}.weight" not in weights else []
 
 
 def _set_plain(model: nn.Module, weights: dict[str, KeptWeight]) -> None:

@@ -12,46 +12,24 @@ from torch import nn
 
 from anabranch.kernels.cpu.native import native
 from anabranch.llm.models import linear as linear_module
-from anabranch.llm.models.cpu_linear import CpuLinear
 from anabranch.llm.models.linear import use_row_linear
 from anabranch.llm.models.packed_linear import PackedEmbedding, PackedLinear
 
 needs_compiler = pytest.mark.skipif(native() is None, reason="needs a C compiler")
-KINDS = [pytest.param("ours", marks=needs_compiler), "oneDNN", "torch"]
-
-
-def choose(kind: str, monkeypatch: Any) -> None:
-    if kind != "ours":
-        monkeypatch.setattr(linear_module, "native", lambda: None)
-    if kind == "torch":
-        monkeypatch.setattr(linear_module, "ONEDNN_BYTES", 0)
 
 
 @torch.no_grad()
+@needs_compiler
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("num_rows", [0, 1, 2, 4, 5, 8, 9, 256, 257, 600])
-@pytest.mark.parametrize(
-    ("kind", "size", "outputs"),
-    [
-        *(
-            pytest.param("ours", size, outputs, marks=needs_compiler)
-            for size, outputs in ((64, 160), (64, 64), (64, 129), (300, 290))
-        ),
-        *((kind, 24, outputs) for kind in ("oneDNN", "torch") for outputs in (40, 24, 10, 7)),
-    ],
-)
-def test_values(
-    kind: str, bias: bool, num_rows: int, size: int, outputs: int, monkeypatch: Any
-) -> None:
-    choose(kind, monkeypatch)
+@pytest.mark.parametrize(("size", "outputs"), [(64, 160), (64, 64), (64, 129), (300, 290), (24, 7)])
+def test_values(bias: bool, num_rows: int, size: int, outputs: int) -> None:
     layer = nn.Linear(size, outputs, bias=bias)
     x = torch.randn(2, num_rows, size)[:1].transpose(1, 2).contiguous().transpose(1, 2)
     by_torch = layer(x)
     exact = layer.double()(x.double())
     assert use_row_linear(nn.Sequential(layer.float())) == 1
-    assert isinstance(layer, PackedLinear if kind == "ours" else CpuLinear)
-    if isinstance(layer, CpuLinear):
-        assert (layer.packed is not None) == (kind == "oneDNN")
+    assert isinstance(layer, PackedLinear)
     y = layer(x)
     assert y.shape == by_torch.shape
     assert_close(y, exact, by_torch)
@@ -100,18 +78,17 @@ def test_weights_are_held_once() -> None:
     assert torch.equal(model.head.weight, weight)
 
 
-def test_tied_weights_stay_tied_without_a_compiler(monkeypatch: Any) -> None:
-    choose("oneDNN", monkeypatch)
+def test_without_a_compiler_layers_stay_as_they_are(monkeypatch: Any) -> None:
+    monkeypatch.setattr(linear_module, "native", lambda: None)
     model = Tied()
-    use_row_linear(model)
-    assert isinstance(model.head, CpuLinear)
+    assert use_row_linear(model) == 0
+    assert type(model.head) is nn.Linear
     assert model.head.weight is model.embedding.weight
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", KINDS)
-def test_packed_weights_follow_their_layer(kind: str, monkeypatch: Any) -> None:
-    choose(kind, monkeypatch)
+@needs_compiler
+def test_packed_weights_follow_their_layer() -> None:
     model = Tied()
     layer = model.head
     use_row_linear(model)

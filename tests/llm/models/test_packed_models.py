@@ -15,9 +15,9 @@ pytest.importorskip("gguf")
 from gguf_files import GGUF_NAMES, SIZES, tiny_llama, write_gguf  # noqa: E402
 
 from anabranch import LLM, SamplingParams  # noqa: E402
+from anabranch.kernels.cpu.layer_run import LayerRun  # noqa: E402
 from anabranch.kernels.cpu.native import native  # noqa: E402
 from anabranch.llm.models import Activations, load_model  # noqa: E402
-from anabranch.llm.models.decoder import CpuDecoderLayer  # noqa: E402
 from anabranch.llm.models.packed_file import DATA, INDEX  # noqa: E402
 from anabranch.llm.models.packed_linear import PackedEmbedding, PackedLinear  # noqa: E402
 from anabranch.llm.models.store import models_directory  # noqa: E402
@@ -83,23 +83,32 @@ def test_other_architectures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (logits(loaded) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_the_engine_runs_them(tmp_path: Path) -> None:
+def test_the_engine_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one call a step after the prompts; the same tokens in any batch and with drafts."""
     model = tiny_llama(initializer_range=0.4, **WIDE)
     path = str(write_gguf(tmp_path / "tiny.gguf", model, formats=MIXED))
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     prompts = [[5, 17, 250, 3], [8] * 20]
+    runs: list[int] = []
+    run = LayerRun.__call__
+
+    def counted(self: LayerRun, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        runs.append(len(x))
+        return run(self, x, *given)
+
+    monkeypatch.setattr(LayerRun, "__call__", counted)
 
     def tokens(**options: Any) -> list[Any]:
         llm = LLM(path, device="cpu", max_num_seqs=4, **options)
-        layers = llm.engine.built.target.model.model.layers
-        assert all(isinstance(layer, CpuDecoderLayer) for layer in layers)
-        outputs = llm.generate(prompts, params)
-        return [output.completions[0].token_ids for output in outputs]
+        return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
 
     expected = tokens(dtype="float32")
-    assert tokens(activations="float32") == expected
+    assert runs == [2] * 11
     assert tokens(dtype="auto", activations="float32", page_size=4) == expected
-    assert tokens() == tokens(kv_cache_dtype="auto", speculative="ngram")
+    fast = tokens()
+    assert len(runs) == 33
+    assert tokens(speculative="ngram") == fast
+    assert tokens(kv_cache_dtype="q8_0") and len(runs) > 33
 
 
 def test_files_are_packed_once_and_mapped(tmp_path: Path) -> None:

@@ -105,3 +105,10 @@ def test_unknown_options_and_changes_are_errors() -> None:
         SamplingParams(1)  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_the_least_number_of_tokens_may_be_the_most() -> None:
+    params = SamplingParams(min_tokens=4, max_tokens=4)
+    assert (params.min_tokens, params.max_tokens) == (4, 4)
+    with pytest.raises(ValueError, match="min_tokens 5 exceeds max_tokens 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)
