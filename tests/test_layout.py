@@ -28,6 +28,7 @@ LAYERS = [
     {"llm"},
     {"llm.parallel"},
     {"llm.models"},
+    {"llm.grammar"},
     {"llm.sampling"},
     {"llm.sequences"},
     {"llm.runner"},

@@ -17,7 +17,7 @@ from compile_cases import CASES
 from compiled_launch import TARGETS, waits_first
 
 import anabranch
-from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY
+from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY, TRITON
 from anabranch.launches.compile_ahead import compiling_ahead
 
 KERNELS = Path(anabranch.__file__).parent / "kernels"
@@ -109,6 +109,14 @@ SPILLS = {
     **{(MERGE_PARTS, target): {"": 16} for target in ("sm_80", "sm_90", "sm_100")},
     (SCHEDULE, "sm_80"): {"packed, fixed parts": 8},
 }
+# Where more may be spilled since a version of Triton: later compilers keep fewer values of an item
+# in registers (3.8: 24 bytes in a decode of 8 rows, 3.9: 48 over latent rows), and the loops over
+# tiles are checked for keeping theirs.
+MORE_SPILLS = {
+    (3, 7): {(ATTEND, "sm_90"): {"decode": 48}},
+    (3, 9): {(ATTEND, "sm_90"): {"decode latent, boxes": 704}, (LISTS, "sm_100"): {"": 8}},
+}
+FEW_SPILLS = 64  # bytes up to which decoding must not spill in its loop over tiles
 # Programs that share a processor, by the beginning of a case's name, and the memory they share.
 TOGETHER = {
     (ATTEND, "sm_90"): {
@@ -191,8 +199,10 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compiler]:
 
 
 def allowed_spills(module: str, target: str, case: str) -> int:
-    rows = SPILLS.get((module, target), {}).items()
-    return [0, *(most for begin, most in rows if case.startswith(begin))][-1]
+    tables = [SPILLS, *(table for first, table in MORE_SPILLS.items() if first <= TRITON)]
+    rows = [table.get((module, target), {}).items() for table in tables]
+    fitting = ([0, *(most for begin, most in row if case.startswith(begin))] for row in rows)
+    return max(each[-1] for each in fitting)
 
 
 @pytest.mark.parametrize(
@@ -210,7 +220,10 @@ def test_kernels_fit(module: str, target: str, compiler: Compiler) -> None:
     for case in cases:
         if (target, case["case"]) in UNUSED:
             continue
-        assert case["spills"] <= allowed_spills(module, target, case["case"]), case
+        allowed = allowed_spills(module, target, case["case"])
+        assert case["spills"] <= allowed, case
+        if case["case"].startswith("decode") and allowed <= FEW_SPILLS:
+            assert case.get("tiles_stay_in_registers", True), case
         assert 0 < case["registers"] <= limits.registers, case
         assert case["shared_bytes"] <= limits.shared_bytes, case
         for begin, (programs, room) in TOGETHER.get((module, target), {}).items():

@@ -73,7 +73,7 @@ def test_whole_blocks_have_the_same_bits_every_time(case: Case, dims: tuple[int,
     """Copies for one item while consumers still read the one before would change some of them."""
     q, keys, options = make_inputs(replace(case, dims=dims), 0)
     plan = make_plan(q, keys, impl="gluon", **{name: options[name] for name in PLANNED})
-    assert not plan.work.constants.splits
+    assert not plan.work.program.splits
     first, *others = [attend(q, keys, plan=plan, **options) for _ in range(20)]
     assert_right(first, q, keys, options)
     for state in others:
@@ -310,7 +310,7 @@ def test_batch_invariant_plans_have_one_program() -> None:
         queries = Queries(q, options["cu_seqlens_q"], q_len, num_seqs)
         call = AttendCall(queries, keys, Rules(causal=True, scale=1.0), keys.view())
         layouts.append(lay_out(call, PlanOptions(batch_invariant=True)))
-    assert layouts[0].constants is layouts[1].constants
+    assert layouts[0].program is layouts[1].program
 
 
 def ordered(q_lens, k_lens, window, constants) -> tuple[list[list[int]], int]:

@@ -28,6 +28,7 @@ from hot_loop import (
     loops_overlap_products,
     loops_stay_in_registers,
     serialised,
+    tiles_stay_in_registers,
     waits_after_exponentials,
 )
 from lengths import call_of_lengths
@@ -149,7 +150,7 @@ def launch_stored(
     else:
         keys = PagedKV(k, v, ints(64, 16), ints(64), k_scales, v_scales, BRAIN)
     view = keys.view()
-    code_pairs = paired and in_pairs(view)
+    code_pairs = paired and in_pairs(view, 2)
     config = select_attend(
         rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
         latent=latent, quantised=format_name != "plain", code_pairs=code_pairs,
@@ -627,6 +628,8 @@ def compiled_cases(module: str, target: str, names: list[str]) -> Iterator[dict[
                     found[check.__name__] = check(compiled.asm["cubin"])
                 if launch.kernel.__name__ == "attend_kernel":
                     found["prefetches_every_map"] = prefetches_every_map(compiled.asm["ptx"])
+            elif target == "sm_90" and module.endswith("triton.attend_kernel") and found["spills"]:
+                found["tiles_stay_in_registers"] = tiles_stay_in_registers(compiled.asm["cubin"])
             yield found
 
 

@@ -30,6 +30,13 @@ def waits_after_exponentials(cubin: bytes) -> bool:
     return scores < min(exponentials) and max(exponentials) < values
 
 
+def tiles_stay_in_registers(cubin: bytes) -> bool:
+    """Whether the loop over tiles, the shortest with products, keeps off local memory."""
+    loops = _loops(_disassembled(cubin))
+    products = (body for body in loops if any(re.search(r"\bHG?MMA", line) for line in body))
+    return not any(re.search(r"\b(LDL|STL)\b", line) for line in min(products, key=len, default=[]))
+
+
 def loops_stay_in_registers(cubin: bytes) -> bool:
     """Whether both loops that multiply matrices, one for each consumer, touch no local memory."""
     loops = _product_loops(cubin)

@@ -66,8 +66,8 @@ def attend(
         state = new_state(call)
     if q.shape[0]:
         plan = layout.open(room)
-        where = plan.order, plan.counter, plan.parts
-        launch(q, call.view, call.rules, state, *where, plan.constants)
+        where = plan.schedule, plan.counters[:1], plan.parts
+        launch(q, call.view, call.rules, state, *where, plan.program)
     if out is None or state is out:
         return state
     out.out.copy_(state.out)

@@ -56,7 +56,7 @@ def attend(
         state = new_state(call)
     if q.shape[0]:
         plan = layout.open(room)
-        attend_latent(q, call.view, call.rules, state, plan.schedule, plan.parts, plan.constants)
+        attend_latent(q, call.view, call.rules, state, plan.schedule, plan.parts, plan.program)
     if out is None or state is out:
         return state
     out.out.copy_(state.out)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
@@ -14,38 +12,12 @@ from anabranch.kernels.gluon.latent_config import (
     LatentTiles,
     latent_constants,
 )
-from anabranch.kernels.parts.slots import Parts, num_slots
-from anabranch.kernels.room import Piece, arrange
+from anabranch.kernels.parts.parts_layout import PartsLayout, lay_out_parts
+from anabranch.kernels.parts.slots import num_slots
 from anabranch.kernels.schedule.schedule import schedule as write_schedule
 from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 
-
-@dataclass(frozen=True, slots=True)
-class LatentPlan:
-    """A schedule in device memory, room for parts, and what the kernel is compiled for."""
-
-    schedule: torch.Tensor  # int32
-    parts: Parts  # outs [slots, 2, 64, 256]: the halves of the columns apart; lses [slots, 2, 64]
-    constants: LatentConstants
-
-
-@dataclass(frozen=True, slots=True)
-class LatentLayout:
-    """The same without memory: what stands where in a room."""
-
-    constants: LatentConstants
-    schedule: Piece
-    parts: tuple[Piece, ...]  # outs, lses, counters
-
-    @property
-    def size(self) -> int:
-        """Bytes of the room."""
-        return self.parts[-1].stop
-
-    def open(self, room: torch.Tensor) -> LatentPlan:
-        """The plan in a room."""
-        parts = Parts(*(piece.open(room) for piece in self.parts))
-        return LatentPlan(self.schedule.open(room), parts, self.constants)
+LatentLayout = PartsLayout[LatentConstants]
 
 
 def lay_out(call: AttendCall, options: PlanOptions) -> LatentLayout:
@@ -64,17 +36,17 @@ def lay_out(call: AttendCall, options: PlanOptions) -> LatentLayout:
     )
     work = constants.work
     slots = num_slots(keys, num_blocks_bound(keys.num_seqs, q.shape[0], work), work)
-    rows = (slots, 2, BLOCK_ROWS)
-    schedule, *parts = arrange(
-        (torch.int32, (schedule_size(keys.num_seqs, q.shape[0], work),)),
-        (torch.float32, (*rows, work.head_dim_v // 2)),
-        (torch.float32, rows),
-        (torch.int32, (slots, 2, 2)),
+    return lay_out_parts(
+        constants,
+        schedule_ints=schedule_size(keys.num_seqs, q.shape[0], work),
+        slots=slots,
+        rows=(slots, 2, BLOCK_ROWS),  # the halves of the columns apart
+        width=work.head_dim_v // 2,
+        num_counters=slots * 4,  # two for each half
     )
-    return LatentLayout(constants, schedule, tuple(parts))
 
 
 def fill_plan(call: AttendCall, layout: LatentLayout, room: torch.Tensor) -> None:
     """Divide the work on the device."""
     plan = layout.open(room)
-    write_schedule(plan.schedule, plan.parts.counters, call, plan.constants.work)
+    write_schedule(plan.schedule, plan.parts.counters, call, plan.program.work)

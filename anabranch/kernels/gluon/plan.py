@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
@@ -16,42 +14,10 @@ from anabranch.kernels.hopper_config import (
     pack_of,
     select_tiles,
 )
-from anabranch.kernels.parts.slots import Parts
-from anabranch.kernels.room import Piece, arrange
+from anabranch.kernels.parts.parts_layout import PartsLayout, lay_out_parts
 from anabranch.kernels.schedule.order import BLOCK_M, may_split, num_slots, order, order_size
 
-
-@dataclass(frozen=True, slots=True)
-class HopperPlan:
-    """The order of items in device memory, the counter that hands them out, and room for parts."""
-
-    order: torch.Tensor  # int32
-    counter: torch.Tensor  # int32 [1], 0 between launches
-    parts: Parts
-    constants: HopperConstants
-
-
-@dataclass(frozen=True, slots=True)
-class HopperLayout:
-    """The same without memory: what stands where in a room."""
-
-    constants: HopperConstants
-    slots: int
-    order: Piece
-    outs: Piece
-    lses: Piece
-    counters: Piece  # that of the items, and one for each consumer's rows of a part
-
-    @property
-    def size(self) -> int:
-        """Bytes of the room."""
-        return self.counters.stop
-
-    def open(self, room: torch.Tensor) -> HopperPlan:
-        """The plan in a room."""
-        counters = self.counters.open(room)
-        parts = Parts(self.outs.open(room), self.lses.open(room), counters[1:])
-        return HopperPlan(self.order.open(room), counters[:1], parts, self.constants)
+HopperLayout = PartsLayout[HopperConstants]
 
 
 def lay_out(call: AttendCall, options: PlanOptions) -> HopperLayout:
@@ -59,20 +25,21 @@ def lay_out(call: AttendCall, options: PlanOptions) -> HopperLayout:
     keys, num_tokens = call.keys, call.queries.packed.shape[0]
     constants = _select_constants(call, options)
     slots = num_slots(keys.num_seqs, num_tokens, keys.capacity, constants)
-    rows = slots * constants.num_packs * BLOCK_M.value
-    pieces = arrange(
-        (torch.int32, (order_size(keys.num_seqs, num_tokens, slots, constants),)),
-        (torch.float32, (rows, keys.head_dim_v)),
-        (torch.float32, (rows,)),
-        (torch.int32, (1 + slots * constants.num_packs * 2,)),
+    return lay_out_parts(
+        constants,
+        schedule_ints=order_size(keys.num_seqs, num_tokens, slots, constants),
+        slots=slots,
+        rows=(slots * constants.num_packs * BLOCK_M.value,),
+        width=keys.head_dim_v,
+        num_counters=slots * constants.num_packs * 2,  # for the rows of each consumer
+        num_others=1,  # hands out the items
     )
-    return HopperLayout(constants, slots, *pieces)
 
 
 def fill_plan(call: AttendCall, layout: HopperLayout, room: torch.Tensor) -> None:
     """Order the work on the device."""
-    counters = layout.counters.open(room)
-    order(layout.order.open(room), counters, call, layout.slots, layout.constants)
+    plan = layout.open(room)
+    order(plan.schedule, plan.counters, call, layout.slots, plan.program)
 
 
 def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants:

@@ -76,8 +76,9 @@ def rows_left(block, C: tl.constexpr):
 @triton.jit
 def store_slot(out, lse, part, rows, num_rows, item, parts, C: tl.constexpr):
     """Write the rows of a part below `num_rows`, which belong to a token, into its slot."""
-    places = slot_rows(part, rows, item, C)
+    slot = slot_of(part, item.first_slot, item.kv_head, C)
     inside = rows < num_rows
+    places = slot * C.tiles.block_m + rows
     dims = tl.arange(0, C.tiles.block_dv)
     tl.store(parts.outs + places[:, None] * C.tiles.block_dv + dims[None, :], out, inside[:, None])
     tl.store(parts.lses + places, lse, inside)

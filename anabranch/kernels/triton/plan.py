@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
@@ -26,8 +24,8 @@ from anabranch.kernels.list_config import select_lists
 from anabranch.kernels.load.boxes import box_keys
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import words_of
-from anabranch.kernels.parts.slots import Parts, num_slots
-from anabranch.kernels.room import Piece, arrange
+from anabranch.kernels.parts.parts_layout import OpenPlan, PartsLayout, lay_out_parts
+from anabranch.kernels.parts.slots import num_slots
 from anabranch.kernels.schedule.schedule import schedule
 from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list
@@ -36,32 +34,8 @@ from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 
 
-@dataclass(frozen=True, slots=True)
-class TritonPlan:
-    """A schedule in device memory, room for parts, and the program that reads both."""
-
-    schedule: torch.Tensor  # int32
-    parts: Parts
-    program: AttendProgram
-
-
-@dataclass(frozen=True, slots=True)
-class TritonLayout:
-    """The same without memory: what stands where in a room."""
-
-    program: AttendProgram
-    schedule: Piece
-    parts: tuple[Piece, ...]  # outs, lses, counters
-
-    @property
-    def size(self) -> int:
-        """Bytes of the room."""
-        return self.parts[-1].stop
-
-    def open(self, room: torch.Tensor) -> TritonPlan:
-        """The plan in a room."""
-        parts = Parts(*(piece.open(room) for piece in self.parts))
-        return TritonPlan(self.schedule.open(room), parts, self.program)
+TritonPlan = OpenPlan[AttendProgram]
+TritonLayout = PartsLayout[AttendProgram]
 
 
 def lay_out(call: AttendCall, options: PlanOptions) -> TritonLayout:
@@ -79,15 +53,15 @@ def lay_out(call: AttendCall, options: PlanOptions) -> TritonLayout:
 
 
 def _lay_out(schedule_ints: int, slots: int, program: AttendProgram) -> TritonLayout:
-    rows, tiles = (slots, program.constants.tiles.block_m), program.constants.tiles
-    ints, floats = torch.int32, torch.float32
-    schedule, *parts = arrange(
-        (ints, (schedule_ints,)),
-        (floats, (*rows, tiles.block_dv)),
-        (floats, rows),
-        (ints, (slots,)),
+    tiles = program.constants.tiles
+    return lay_out_parts(
+        program,
+        schedule_ints=schedule_ints,
+        slots=slots,
+        rows=(slots, tiles.block_m),
+        width=tiles.block_dv,
+        num_counters=slots,
     )
-    return TritonLayout(program, schedule, tuple(parts))
 
 
 def fill_plan(call: AttendCall, layout: TritonLayout, room: torch.Tensor) -> None:

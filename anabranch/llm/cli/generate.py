@@ -9,7 +9,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anabranch.llm.cli.engine_options import DRAFTS, SPECULATIVE, EngineOptions
 from anabranch.llm.cli.options import add_command, new_app, option
@@ -47,13 +47,21 @@ class GenerateOptions(EngineOptions):
     system: str | None = option(None, "Instructions to a chat model.")
     max_tokens: int = option(256, "Tokens of the answer, at most.")
     min_tokens: int = option(0, "Tokens of the answer, at least.")
-    temperature: float = option(0.0, "0 takes the most likely token.")
-    top_p: float = option(1.0, "Keep the likeliest tokens that have this probability together.")
-    top_k: int = option(0, "Keep this many of the likeliest tokens; 0 keeps all.")
-    min_p: float = option(0.0, "Keep tokens at least this likely relative to the likeliest.")
+    temperature: float | None = option(
+        None, "0 takes the most likely token. The model's own, or 1, unless given."
+    )
+    top_p: float | None = option(
+        None, "Keep the likeliest tokens that have this probability together."
+    )
+    top_k: int | None = option(None, "Keep this many of the likeliest tokens; 0 keeps all.")
+    min_p: float | None = option(
+        None, "Keep tokens at least this likely relative to the likeliest."
+    )
     presence_penalty: float = option(0.0, "Against tokens that are in the answer.")
     frequency_penalty: float = option(0.0, "The same, for each time they are in it.")
-    repetition_penalty: float = option(1.0, "Against tokens of prompt and answer; 1 is none.")
+    repetition_penalty: float | None = option(
+        None, "Against tokens of prompt and answer; 1 is none."
+    )
     seed: int | None = option(None, "The same seed gives the same answer.")
     n: int = option(1, "How many answers.")
     stop: tuple[str, ...] = option((), "Ends the answer. May be repeated.")
@@ -65,12 +73,13 @@ class GenerateOptions(EngineOptions):
         None, "Folder for a torch profiler trace and a picture of the stages.", metavar="DIR"
     )
 
-    def sampling_params(self) -> SamplingParams:
-        """The options that the engine takes by the same name."""
+    def sampling_params(self, defaults: dict[str, Any]) -> SamplingParams:
+        """The options that the engine takes by the same name, and the model's for the others."""
         from anabranch.llm.sampling.params import SamplingParams
 
         names = {each.name for each in fields(SamplingParams)} & set(vars(self))
-        return SamplingParams(**{name: getattr(self, name) for name in names})
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return SamplingParams(**(defaults | given))
 
     def text(self) -> str:
         """The prompt, from wherever it comes."""
@@ -99,11 +108,15 @@ def generate(options: GenerateOptions) -> None:
     from anabranch.llm.cli.step_times import record_steps
     from anabranch.llm.cli.summary import print_summary, summary_of
 
-    text, params = options.text(), options.sampling_params()
+    text = options.text()
+    options.sampling_params({})  # refused before a model is loaded
     quiet_transformers()
     with progress_bars() as progress:
         llm = options.make(progress)
-    prompt = prompt_of(llm, text, options)
+    prompt, params = (
+        prompt_of(llm, text, options),
+        options.sampling_params(llm.engine.sampling_defaults),
+    )
     recording = (
         profiled(llm, options.profile) if options.profile else nullcontext(record_steps(llm))
     )

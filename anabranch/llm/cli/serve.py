@@ -10,6 +10,7 @@ from anabranch.llm.cli.engine_options import DRAFTS, SPECULATIVE, ServingOptions
 from anabranch.llm.cli.options import add_command, new_app, option
 
 KEY_VARIABLE = "ANABRANCH_API_KEY"
+TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "deepseek", "gpt-oss")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
 
 
@@ -60,6 +61,8 @@ class ServeCommandOptions(ServingOptions):
     cors_origin: tuple[str, ...] = option(
         (), "Origin whose pages may call the server, or '*' for any. May be repeated."
     )
+    tool_format: str = option("auto", "How the model writes calls of tools.", choices=TOOL_FORMATS)
+    reasoning: bool = option(True, "Separate reasoning from the text of chat answers.")
     allowed_host: tuple[str, ...] = option(
         (),
         "Name under which requests may come, beside this machine's own, or '*' for any; on an "
@@ -103,6 +106,8 @@ def serve(options: ServeCommandOptions) -> None:
         drain_seconds=options.drain_seconds,
         log_level=options.log_level,
         progress=progress_bars(),
+        tool_format=options.tool_format,
+        reasoning=options.reasoning,
     )
 
 

@@ -28,6 +28,8 @@ def arrive(
         if logprobs is not None and wanted is not None:  # first: it may fail
             seq.logprobs.append(sampled_entry(token, logprobs, place, wanted))
         seq.tokens.append(token)
+        if seq.rules is not None:
+            seq.rules.accept(token)
         seq.steps.append(step)
         accepted = place + 1 < len(tokens)
         seq.origins.append(_origin(accepted, rejects))
@@ -54,6 +56,8 @@ def _stops(request: Request, seq: Sequence, token: int) -> bool:
         stopped = stream.push(token, may_stop=not early and seq.finish_reason is None)
         if stopped:
             seq.finish_reason, seq.stop_reason = "stop", stream.stopped_by
+    if seq.finish_reason is None and seq.rules is not None and seq.rules.over:
+        seq.finish_reason = "stop"
     if seq.finish_reason is None and seq.num_output >= seq.max_tokens:
         seq.finish_reason = "length"
     return seq.finished

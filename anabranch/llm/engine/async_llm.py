@@ -13,6 +13,7 @@ from anabranch.llm.engine.engine import Engine
 from anabranch.llm.engine.outputs import RequestOutput
 from anabranch.llm.engine.prompts import Prompt
 from anabranch.llm.engine.request import Request
+from anabranch.llm.grammar.grammar_compiler import CompiledGrammar
 from anabranch.llm.sampling.params import SamplingParams
 
 Outcome = RequestOutput | Exception
@@ -65,7 +66,10 @@ class AsyncLLM:
         Raises ValueError for a bad request, and EngineDead if the engine fails.
         """
         listener = _Listener(asyncio.get_running_loop())
-        self._call(lambda: self._add(listener, request_id, prompt, params))
+        grammar = None
+        if getattr(params, "structured_outputs", None) is not None:  # it may be anything yet
+            grammar = await asyncio.to_thread(self.engine.compile_grammar, params)
+        self._call(lambda: self._add(listener, request_id, prompt, params, grammar))
         finished = False
         try:
             while not finished:
@@ -100,10 +104,15 @@ class AsyncLLM:
             self._wake.notify()
 
     def _add(
-        self, listener: _Listener, request_id: str, prompt: Prompt, params: SamplingParams
+        self,
+        listener: _Listener,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        grammar: CompiledGrammar | None,
     ) -> None:
         try:
-            self.engine.add_request(request_id, prompt, params)
+            self.engine.add_request(request_id, prompt, params, grammar)
         except Exception as error:  # whatever is wrong with it, the others go on
             listener.report(error)
         else:

@@ -29,10 +29,10 @@ class SpeculativeConfig:
     model: str | None = None  # the draft model
     num_drafts: int = 4  # at most, for a sequence and step
     tree_width: int = 1  # drafts that may follow the same token; 1 for a chain
-    scorer: Scorer = Scorer.MULTI_QUERY
+    scorer: Scorer = Scorer.MULTI_QUERY  # how drafts are attended to
     adaptive: bool = True  # fewer drafts, or none, when they do not pay
     max_ngram: int = 4  # tokens at the end of a sequence that are looked up
-    min_ngram: int = 2
+    min_ngram: int = 2  # the fewest of them
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
@@ -87,27 +87,28 @@ def speculative_config(given: Any) -> SpeculativeConfig | None:
 class EngineConfig:
     """Everything about an engine but its requests. None leaves a choice to the device."""
 
-    model: str = "smollm2"
-    device: str | None = None
+    model: str = "smollm2"  # or a directory, a .gguf file, a hub id, dummy:CONFIG
+    device: str | None = None  # cpu or cuda; the best there is
     dtype: str | None = None  # or "auto": 16 bits on a GPU; on a CPU the formats of a GGUF file
     activations: str = "int8"  # inputs of products with weights in such formats, or "float32"
     max_model_len: int | None = None  # tokens of a sequence; the model's own limit by default
     max_num_seqs: int | None = None  # running at once: 64 on a GPU, 16 on a CPU
     max_num_batched_tokens: int | None = None  # in a step: 8192 on a GPU, 1024 on a CPU
-    page_size: int = 16
-    gpu_memory_utilization: float = 0.9
+    page_size: int = 16  # tokens of a page of the cache
+    gpu_memory_utilization: float = 0.9  # share of the GPU that is used
     kv_cache_gib: float | None = None  # what remains of a GPU, or 1 on a CPU
     kv_cache_dtype: str = "auto"  # the model's; or a format, or one each as "q8_0/fp8"
-    prefix_caching: bool = True
+    prefix_caching: bool = True  # reuse keys and values of equal prefixes
     cascade: bool | None = None  # shared pages read once; None: on a GPU, where that pays
-    speculative: SpeculativeConfig | None = None
+    speculative: SpeculativeConfig | None = None  # drafts, verified at once
     sparse: SparseConfig | None = None  # decode steps read a part of long contexts: other tokens
-    cuda_graphs: bool = True
+    cuda_graphs: bool = True  # replay captured steps on a GPU
     compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
-    join_projections: bool = True
+    join_projections: bool = True  # one product for q, k, v, and one for gate and up
     fused_merge: bool = True  # parts of attention may be merged in the launch that makes them
     max_workspace_mib: float = 256  # for keys that a latent cache is expanded into, at a time
     seed: int | None = None  # of requests that give none
+    generation_config: str = "auto"  # "none": no sampling defaults from the model's file
     tensor_parallel: int = 1  # processes, one a GPU, over which the weights are cut
     context_parallel: int = 1  # processes, one a GPU, over which the pages of the cache are dealt
 
@@ -136,6 +137,10 @@ class EngineConfig:
             raise ValueError(f"kv_cache_gib must be above 0, got {self.kv_cache_gib}")
         if not self.max_workspace_mib > 0:
             raise ValueError(f"max_workspace_mib must be above 0, got {self.max_workspace_mib}")
+        if self.generation_config not in ("auto", "none"):
+            raise ValueError(
+                f"generation_config must be 'auto' or 'none', got {self.generation_config!r}"
+            )
         if self.seed is not None and not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"seed must have 64 bits, got {self.seed}")
 

@@ -11,6 +11,7 @@ from anabranch.llm.engine.limits import Limits, text_config
 from anabranch.llm.models import LoadedModel
 from anabranch.llm.runner.model_runner import ModelRunner
 from anabranch.llm.sampling.parameter_rows import SamplingRows
+from anabranch.llm.sequences.sequence import Sequence as Decoding
 from anabranch.llm.speculative.draft_chain import DraftChain
 from anabranch.llm.speculative.draft_draws import DraftDraws
 from anabranch.llm.speculative.draft_inputs import DraftInputs
@@ -53,6 +54,19 @@ def make_chain(
     if tree_width > 1:
         return TreeChain(runner, inputs, draws, unseen, tree_width)
     return DraftChain(runner, inputs, draws, unseen)
+
+
+def draft_on_host(proposer: Proposer | None, running: Sequence[Decoding], num_drafts: int) -> None:
+    """Give each sequence that is decoding the drafts that the host knows, or their number."""
+    for seq in running:
+        seq.drafts, seq.num_drafts, seq.draft_parents = [], 0, None
+    if proposer is None or not num_drafts:
+        return
+    ready = [seq for seq in running if seq.speculates and seq.decoding]
+    proposer.prepare(ready, num_drafts)
+    for seq in ready:
+        seq.cut_drafts()
+        seq.cut_invalid_drafts()
 
 
 def make_proposer(

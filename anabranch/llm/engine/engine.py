@@ -14,14 +14,16 @@ from anabranch.llm.engine.admission import Admission
 from anabranch.llm.engine.arrivals import arrive
 from anabranch.llm.engine.build import eos_ids, vocab_size
 from anabranch.llm.engine.config import EngineConfig
-from anabranch.llm.engine.drafters import make_proposer
+from anabranch.llm.engine.drafters import draft_on_host, make_proposer
 from anabranch.llm.engine.launch import DraftChoice, Launched, Launcher
 from anabranch.llm.engine.limits import SCORED_TOKENS
 from anabranch.llm.engine.prompts import Prompt
 from anabranch.llm.engine.ranks import build_engine
 from anabranch.llm.engine.request import Request
+from anabranch.llm.engine.sampling_defaults import sampling_defaults
 from anabranch.llm.engine.scheduler import Scheduler
 from anabranch.llm.engine.stats import EngineStats
+from anabranch.llm.grammar.grammar_compiler import CompiledGrammar, GrammarCompiler
 from anabranch.llm.runner.model_runner import Progress
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.sampler import Sampler
@@ -47,6 +49,7 @@ class Engine:
         self.model_config = built.target.config
         self.vocab_size = vocab_size(built.target)
         self.eos_ids = eos_ids(built)
+        self.sampling_defaults = sampling_defaults(built.target.model, config.generation_config)
         self.stats = EngineStats()
         self.pool = PagePool(built.limits.num_pages)
         self.scheduler = Scheduler(
@@ -63,6 +66,7 @@ class Engine:
             prefix_caching=config.prefix_caching,
             makes_drafts=self._proposer is not None,
             seed=config.seed,
+            grammars=GrammarCompiler(self.tokenizer, self.vocab_size, self.eos_ids),
         )
         self.adaptive = AdaptiveDrafts(
             built.limits.max_drafts,
@@ -92,11 +96,21 @@ class Engine:
         """Whether another step would do something."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._flying)
 
-    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams) -> Request:
+    def compile_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The grammar of a request, if it has one; from any thread, for it may take seconds."""
+        return self.admission.grammar(params)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        grammar: CompiledGrammar | None = None,
+    ) -> Request:
         """Queue a request; a bad one is refused here and disturbs no other."""
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is running already")
-        request = self.admission.request(request_id, prompt, params)
+        request = self.admission.request(request_id, prompt, params, grammar)
         self._requests[request_id] = request
         for seq in request.seqs:
             self.scheduler.add(seq)
@@ -129,7 +143,7 @@ class Engine:
         """Run one step; the requests that have new tokens or are over."""
         changed: list[Request] = []
         began, batch = time.perf_counter(), len(self.scheduler.running)
-        with_prompts = self._expects_prompts()
+        with_prompts = self.scheduler.expects_prompts
         num_drafts = self._choose_drafts(with_prompts)
         choice = DraftChoice(began, batch, num_drafts, with_prompts)
         if self._flying and (num_drafts or self._flying.has_drafts):
@@ -140,16 +154,25 @@ class Engine:
         if self._pads and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)
         with self.ranks.guard():
-            launched = self._launcher.launch(step, self.stats.num_steps, choice) if step else None
+            launched = self._launch(step, choice, changed) if step else None
         self.stats.num_steps += launched is not None
         self.stats.num_preemptions = self.scheduler.num_preemptions
         self.stats.num_cached_tokens = self.scheduler.num_cached_tokens
         if self._flying:
             changed += self._land()
+        for request_id, error in (launched.failed if launched else {}).items():
+            changed += self._fail(request_id, error)
         self._flying = launched
         if launched and not self._pipelined:
             changed += self._land()
         return changed
+
+    def _launch(
+        self, step: list[Scheduled], choice: DraftChoice, changed: list[Request]
+    ) -> Launched:
+        """Launch a step; before masks are made, what is in flight lands and changes requests."""
+        settle = lambda: changed.extend(self._land()) if self._flying else None  # noqa: E731
+        return self._launcher.launch(step, self.stats.num_steps, choice, settle)
 
     def _own_rows(self, step: list[Scheduled]) -> tuple[list[Scheduled], list[Request]]:
         """The runs whose sampling could be set up, and the requests for which that failed."""
@@ -164,12 +187,6 @@ class Engine:
                 failed += self._fail(run.seq.request_id, error)
         return [run for run in kept if not run.seq.finished], failed
 
-    def _expects_prompts(self) -> bool:
-        """Whether the next step is likely to run tokens of prompts beside those that decode."""
-        return bool(self.scheduler.waiting) or any(
-            not (seq.decoding or seq.exhausted) for seq in self.scheduler.running
-        )
-
     def _choose_drafts(self, with_prompts: bool) -> int:
         """How many drafts each sequence that is decoding should get at most."""
         ready = any(seq.speculates and seq.decoding for seq in self.scheduler.running)
@@ -178,17 +195,10 @@ class Engine:
         return self.adaptive.choose(len(self.scheduler.running), with_prompts=with_prompts)
 
     def _draft_on_host(self, num_drafts: int) -> None:
-        for seq in self.scheduler.running:
-            seq.drafts, seq.num_drafts, seq.draft_parents = [], 0, None
-        if self._proposer is None or not num_drafts:
-            return
-        ready = [seq for seq in self.scheduler.running if seq.speculates and seq.decoding]
         start = time.perf_counter()
-        self._proposer.prepare(ready, num_drafts)
-        if not self._proposer.on_device:
+        draft_on_host(self._proposer, self.scheduler.running, num_drafts)
+        if self._proposer is not None and num_drafts and not self._proposer.on_device:
             self.stats.add_times({"proposal": 1e3 * (time.perf_counter() - start)})
-        for seq in ready:
-            seq.cut_drafts()
 
     def _land(self) -> list[Request]:
         """Take in the results of the step in flight."""
@@ -242,7 +252,7 @@ class Engine:
         seq.num_pending -= run.samples
         if seq.finished:
             return  # aborted, or stopped while this step was in flight
-        self._land_prompt(run, launched)
+        launched.land_prompt(run)
         if run.samples and not tokens:
             raise FloatingPointError(
                 f"all logits after {len(seq.tokens)} tokens are NaN or -inf: none can be chosen"
@@ -266,12 +276,6 @@ class Engine:
             self._forget(seq)
             if request.finished:
                 del self._requests[request.request_id]
-
-    def _land_prompt(self, run: Scheduled, launched: Launched) -> None:
-        """Keep logprobs of a prompt's tokens by position: a preempted prompt is run again."""
-        if run in launched.prompts:
-            entries = launched.prompts[run].wait()
-            run.seq.prompt_logprobs[run.start : run.start + len(entries)] = entries
 
     def _remember(self, run: Scheduled, accepted: list[int]) -> None:
         seq = run.seq

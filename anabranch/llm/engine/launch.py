@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
 
 from anabranch.llm.engine.build import Built
+from anabranch.llm.engine.step_masks import step_masks
 from anabranch.llm.runner.model_runner import StepLogits
 from anabranch.llm.runner.stage_clock import StageClock
 from anabranch.llm.runner.step_layout import run_slots
@@ -62,11 +63,29 @@ class Launched:
     clock: StageClock
     graphed: bool
     prompts: dict[Scheduled, PendingPrompt] = field(default_factory=dict[Scheduled, PendingPrompt])
+    failed: dict[str, Exception] = field(default_factory=dict[str, Exception])  # by request
 
     @property
     def has_drafts(self) -> bool:
         """Whether the host does not know yet how many tokens come out."""
         return any(run.num_drafts for run in self.step)
+
+    def land_prompt(self, run: Scheduled) -> None:
+        """Keep logprobs of a prompt's tokens by position: a preempted prompt is run again."""
+        if run in self.prompts:
+            entries = self.prompts[run].wait()
+            run.seq.prompt_logprobs[run.start : run.start + len(entries)] = entries
+
+
+class Sampling(NamedTuple):
+    """Which runs of a step are sampled, as they are before results of the last step come in."""
+
+    runs: list[Scheduled]
+    rows: list[int]  # in the sampler's tables
+    on_device: torch.Tensor  # the same
+    num_outputs: list[int]
+    constrained: bool  # by masks, which the tokens of the step before decide
+    drafted: Download | None  # drafts made on the device, on their way to the host
 
 
 class Launcher:
@@ -82,19 +101,32 @@ class Launcher:
         self._owners: dict[int, Sequence] = {}
 
     @torch.inference_mode()
-    def launch(self, step: list[Scheduled], number: int, choice: DraftChoice) -> Launched:
-        """Everything of a step up to the copy of its tokens."""
+    def launch(
+        self,
+        step: list[Scheduled],
+        number: int,
+        choice: DraftChoice,
+        settle: Callable[[], None] = lambda: None,
+    ) -> Launched:
+        """Everything of a step up to the copy of its tokens.
+
+        Masks depend on the tokens of the step before. `settle` takes these in, after the model
+        was launched and before masks are made, so that the device has work meanwhile.
+        """
         clock = StageClock(self._built.device)
         drafts = any(run.num_drafts for run in step)
         if self._proposer is not None and self._proposer.on_device:
             self._proposer.propose(step, clock)
+        sampling = self._sampling(step)
         with clock.stage("scoring" if drafts else "model"):
             logits = self._built.runner.run(step)
             graphed = logits.by_graph
             logits = self._only_sampled(step, logits)
         with clock.stage("verification" if drafts else "sampling"):
-            samples, prompts = self._sample(step, logits)
-        return Launched(number, choice, step, samples, clock, graphed, prompts)
+            if sampling.constrained:
+                settle()
+            samples, prompts, failed = self._sample(step, sampling, logits)
+        return Launched(number, choice, step, samples, clock, graphed, prompts, failed)
 
     def own_row(self, seq: Sequence) -> None:
         """Register a sequence that has a new row with the sampler."""
@@ -118,28 +150,41 @@ class Launcher:
         ]
         return StepLogits(logits.rows[self._to_device(wanted)], None, logits.by_graph)
 
-    def _sample(
-        self, step: list[Scheduled], logits: StepLogits
-    ) -> tuple[PendingSamples | None, dict[Scheduled, PendingPrompt]]:
-        rows, prompts = self._prompt_rows(step, logits)
+    def _sampling(self, step: list[Scheduled]) -> Sampling:
+        """What is sampled, while its sequences hold their rows."""
         runs = [run for run in step if run.samples]
+        rows = [run.seq.row or 0 for run in runs]
+        constrained = any(run.seq.rules for run in runs)
+        on_device = self._to_device(rows)
+        drafted = None
+        width = max((run.num_drafts for run in runs), default=0)
+        if constrained and width and self._proposer is not None and self._proposer.on_device:
+            drafted = download({"drafts": self._built.unseen[on_device, 1 : 1 + width]})
+        num_outputs = [run.seq.length - run.seq.prompt_len - 1 for run in runs]
+        return Sampling(runs, rows, on_device, num_outputs, constrained, drafted)
+
+    def _sample(
+        self, step: list[Scheduled], sampling: Sampling, logits: StepLogits
+    ) -> tuple[PendingSamples | None, dict[Scheduled, PendingPrompt], dict[str, Exception]]:
+        rows, prompts = self._prompt_rows(step, logits)
+        runs, table_rows = sampling.runs, sampling.on_device
         if not runs:
-            return None, prompts
-        table_rows = self._to_device([run.seq.row or 0 for run in runs])
+            return None, prompts, {}
         width = (logits.every or max(run.num_drafts for run in runs) + 1) - 1
         batch = SampleBatch(
-            rows=[run.seq.row or 0 for run in runs],
-            num_outputs=[run.seq.length - run.seq.prompt_len - 1 for run in runs],
+            rows=sampling.rows,
+            num_outputs=sampling.num_outputs,
             num_drafts=[run.num_drafts for run in runs],
             draft_tokens=self._draft_tokens(runs, table_rows, width) if width else None,
             padded=logits.every is not None,
             parents=_tree_parents(runs),
         )
-        output = self._sampler.sample(rows, batch)
+        masks, failed = step_masks(runs, batch, self._sampler.vocab_size, sampling.drafted)
+        output = self._sampler.sample(rows, replace(batch, masks=masks))
         self._built.unseen[table_rows, 0] = output.last_tokens
         samples = output.to_host(self._built.saturated)
         self._compact(runs, output)
-        return samples, prompts
+        return samples, prompts, failed
 
     def _compact(self, runs: list[Scheduled], output: SampleOutput) -> None:
         """Move the keys of accepted tree nodes to where their tokens now stand."""
@@ -204,6 +249,4 @@ def _tree_parents(runs: list[Scheduled]) -> list[tuple[int, ...]] | None:
     """Parents of all drafts, those of chains too; None where no drafts form a tree."""
     if all(run.parents is None for run in runs):
         return None
-    return [
-        tuple(range(-1, run.num_drafts - 1)) if run.parents is None else run.parents for run in runs
-    ]
+    return [run.draft_parents for run in runs]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any, cast
 
@@ -16,6 +16,7 @@ from anabranch.llm.engine.turns import Turns
 from anabranch.llm.runner.model_runner import Progress
 from anabranch.llm.sampling.params import SamplingParams
 
+Conversation = Sequence[dict[str, Any]]  # messages with a role and a content
 Advance = Callable[[int], None]  # output tokens so far
 
 
@@ -40,6 +41,11 @@ class LLM:
         return self.engine.tokenizer
 
     @property
+    def default_params(self) -> SamplingParams:
+        """What is used where no params are given, by the model's generation_config.json."""
+        return SamplingParams(**self.engine.sampling_defaults)
+
+    @property
     def stats(self) -> EngineStats:
         """Counts and times since the start."""
         return self.engine.stats
@@ -61,7 +67,7 @@ class LLM:
         of all prompts, after each step.
         """
         given = _listed(prompts)
-        requests = self._add(given, _matched(params, len(given)))
+        requests = self._add(given, _matched(params, len(given), self.default_params))
         open_requests = list(requests)
 
         def done() -> bool:
@@ -83,7 +89,7 @@ class LLM:
         self, prompt: Prompt, params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
         """Answer one prompt; an output whenever there is something new."""
-        (request,) = self._add([prompt], [params or SamplingParams()])
+        (request,) = self._add([prompt], [params or self.default_params])
         num_seen = 0
         try:
             while num_seen < request.num_output or not request.finished:
@@ -99,27 +105,49 @@ class LLM:
         finally:
             self._end([request])
 
-    def chat_prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Tokens of a conversation by the model's chat template.
+    def chat(
+        self,
+        messages: Conversation | Sequence[Conversation],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        tools: Sequence[dict[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        advance: Advance | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or several, by the model's chat template.
+
+        With `continue_final_message`, the answer goes on from the last message.
+        """
+        given = cast("Sequence[Any]", messages)
+        several = [given] if given and isinstance(given[0], dict) else given
+        options: dict[str, Any] = dict(chat_template_kwargs or {})
+        if tools is not None:
+            options["tools"] = list(tools)
+        if continue_final_message:
+            options |= {"continue_final_message": True, "add_generation_prompt": False}
+        prompts = [self.chat_prompt(each, **options) for each in several]
+        return self.generate(prompts, params, advance=advance)
+
+    def chat_prompt(self, messages: Conversation, **options: Any) -> list[int]:
+        """Tokens of a conversation by the model's chat template, which sees the options.
 
         The content of a message is text, or a list of parts `{"type": "text", "text": ...}`.
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise ValueError(f"{self.engine.model_name} has no chat template")
         plain = [dict(message) | {"content": message_text(message)} for message in messages]
+        given: dict[str, Any] = {"add_generation_prompt": True, "return_dict": False} | options
         with self._turns.between_steps():
-            ids = self.tokenizer.apply_chat_template(
-                plain, add_generation_prompt=True, return_dict=False
-            )
-        return cast("list[int]", ids)
+            return cast("list[int]", self.tokenizer.apply_chat_template(plain, **given))
 
     def _add(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Request]:
         requests: list[Request] = []
+        grammars = [self.engine.compile_grammar(each) for each in params]  # beside others' steps
         try:
             with self._turns.between_steps():
-                for prompt, options in zip(prompts, params, strict=True):
-                    request_id = f"{next(self._numbers)}"
-                    requests.append(self.engine.add_request(request_id, prompt, options))
+                for given in zip(prompts, params, grammars, strict=True):
+                    requests.append(self.engine.add_request(f"{next(self._numbers)}", *given))
         except Exception:
             self._end(requests)
             raise
@@ -140,9 +168,9 @@ def _listed(prompts: Any) -> list[Prompt]:
     return [listed] if listed and isinstance(listed[0], int) else listed
 
 
-def _matched(params: Any, num_prompts: int) -> list[SamplingParams]:
+def _matched(params: Any, num_prompts: int, default: SamplingParams) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+        return [params or default] * num_prompts
     if not isinstance(params, Sequence):
         raise ValueError(f"params must be SamplingParams or a list of them, got {params!r:.80}")
     listed = list(cast("Sequence[Any]", params))

@@ -13,13 +13,13 @@ from anabranch.llm.sequences.sequence import Origin
 class CompletionOutput:
     """One continuation of a prompt, as far as it has come."""
 
-    index: int
-    text: str
-    token_ids: list[int]
+    index: int  # among the n of a request
+    text: str  # without what may begin a stop string
+    token_ids: list[int]  # of the answer
     finish_reason: str | None = None  # "stop", "length", "abort" or "error"
     stop_reason: int | str | None = None  # the token or string that stopped it; None for eos
-    logprobs: list[TokenLogprobs] | None = None
-    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None  # by token id, where asked for
+    cumulative_logprob: float | None = None  # their sum over the answer
     origins: list[int] = field(default_factory=list[int])  # an Origin for each token
     steps: list[int] = field(default_factory=list[int])  # the engine step that emitted each token
 
@@ -45,12 +45,12 @@ class RequestTimes:
 class RequestOutput:
     """A prompt and its continuations."""
 
-    request_id: str
-    prompt: str | None
-    prompt_token_ids: list[int]
-    outputs: list[CompletionOutput]
-    finished: bool
+    request_id: str  # of the engine
+    prompt: str | None  # as it was given, if as text
+    prompt_token_ids: list[int]  # as the model saw them
+    outputs: list[CompletionOutput]  # one for each of n
+    finished: bool  # whether all of them are
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # None for the first token
-    num_cached_tokens: int = 0
-    times: RequestTimes | None = None
+    num_cached_tokens: int = 0  # of the prompt, found in the cache
+    times: RequestTimes | None = None  # of arrival and tokens
     error: str | None = None  # what ended the request, where its finish reasons are "error"

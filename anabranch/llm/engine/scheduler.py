@@ -53,6 +53,13 @@ class Scheduler:
         elif seq in self.waiting:
             self.waiting.remove(seq)
 
+    @property
+    def expects_prompts(self) -> bool:
+        """Whether the next step is likely to run tokens of prompts beside those that decode."""
+        return bool(self.waiting) or any(
+            not (seq.decoding or seq.exhausted) for seq in self.running
+        )
+
     def schedule(self) -> list[Scheduled]:
         """The next step. Sequences in it count as computed from now on, drafts apart."""
         budget, self._scored_left = self.max_num_tokens, self.max_num_scored

@@ -12,6 +12,14 @@ from anabranch.compositions.tree import check_tree_order, node_depths
 from anabranch.llm.sampling.transfer import Array
 
 
+@dataclass(frozen=True, slots=True)
+class TokenMasks:
+    """Which tokens may be chosen in some rows of logits, a bit for each, the lowest first."""
+
+    rows: Array  # int64 [num_masked]
+    words: Array  # int32 [num_masked, ceil(vocab / 32)]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleBatch:
     """Which rows are sampled, and the drafts to verify; everything about them is host data.
@@ -28,6 +36,7 @@ class SampleBatch:
     draft_tokens: Tensor | None = None  # [num_seqs, max_drafts]
     padded: bool = False
     parents: Sequence[Sequence[int]] | None = None  # [num_seqs][num_drafts]
+    masks: TokenMasks | None = None
 
     def __post_init__(self) -> None:
         sizes = len(self.rows), len(self.num_outputs), len(self.num_drafts)

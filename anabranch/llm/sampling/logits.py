@@ -66,6 +66,16 @@ def add_biases(scores: Tensor, places: Tensor, biases: Tensor) -> Tensor:
     return scores
 
 
+def mask_tokens(scores: Tensor, rows: Tensor, words: Tensor) -> Tensor:
+    """Bans, in these rows, the tokens whose bit of int32 `words` [rows, vocab / 32] is 0."""
+    if scores.is_cuda:
+        from anabranch.kernels.triton.mask_tokens import mask_tokens as ban
+    else:
+        from anabranch.kernels.cpu.mask_tokens import mask_tokens as ban
+    ban(scores, rows, words)
+    return scores
+
+
 def penalise(
     scores: Tensor,
     counts: Tensor,

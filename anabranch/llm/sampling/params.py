@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, cast
 
+from anabranch.llm.grammar.structured_outputs import StructuredOutputs, structured_outputs
+
 GREEDY_TEMPERATURE = 1e-5
 LARGEST_FACTOR = 1e6  # of scores: the product is finite in float32, and none vanishes
 _BEAM_SEARCH = ("best_of", "use_beam_search", "length_penalty", "early_stopping")
@@ -18,7 +20,7 @@ class SamplingParams:
 
     A temperature below 1e-5, or `top_k=1`, takes the most likely token. `top_k` 0 or -1 keeps all
     tokens. `max_tokens=None` is as many as the context holds. `speculate=None` leaves the choice
-    to the engine.
+    to the engine. `structured_outputs` is a form that the answer must have.
     """
 
     n: int = 1
@@ -42,6 +44,9 @@ class SamplingParams:
     skip_special_tokens: bool = True
     truncate_prompt_tokens: int | None = None
     speculate: bool | None = None
+    structured_outputs: StructuredOutputs | None = None
+    bad_words: Sequence[str] = ()
+    allowed_token_ids: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
         for name, value in {
@@ -49,6 +54,9 @@ class SamplingParams:
             "stop": _strings("stop", self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "logit_bias": _biases(self.logit_bias),
+            "structured_outputs": structured_outputs(self.structured_outputs),
+            "bad_words": _strings("bad_words", self.bad_words),
+            "allowed_token_ids": _allowed(self.allowed_token_ids),
         }.items():
             object.__setattr__(self, name, value)
         self._check_numbers()
@@ -91,6 +99,12 @@ class SamplingParams:
         """Whether earlier tokens change the scores of later ones."""
         penalties = (self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1)
         return any(penalties)
+
+    @property
+    def constrained(self) -> bool:
+        """Whether some tokens may not follow others."""
+        listed = self.allowed_token_ids is not None
+        return self.structured_outputs is not None or bool(self.bad_words) or listed
 
     @classmethod
     def from_dict(cls, options: Mapping[str, Any]) -> SamplingParams:
@@ -146,6 +160,15 @@ def _strings(name: str, values: Any) -> tuple[str, ...]:
 
 def _token_ids(name: str, values: Any) -> tuple[int, ...]:
     return tuple(_whole(f"a token of {name}", token, 0) for token in _items(name, values))
+
+
+def _allowed(values: Any) -> tuple[int, ...] | None:
+    if values is None:
+        return None
+    tokens = _token_ids("allowed_token_ids", values)
+    if not tokens:
+        raise ValueError("allowed_token_ids must not be empty")
+    return tokens
 
 
 def _biases(values: Any) -> dict[int, float]:

@@ -15,6 +15,7 @@ from anabranch.llm.sampling.logits import (
     clean_scores,
     drop_nan,
     log_weights,
+    mask_tokens,
     penalise,
 )
 from anabranch.llm.sampling.logprobs import Logprobs, token_logprobs
@@ -49,6 +50,8 @@ class SampleStep:
         if self.work & (Work.BIAS | Work.MIN_TOKENS):
             places, biases = rows.biases(batch, self.positions)
             arrays |= {"bias_places": places, "biases": biases} if places.size else {}
+        if batch.masks is not None:
+            arrays |= {"mask_rows": batch.masks.rows, "mask_words": batch.masks.words}
         self.tensors = upload(arrays, device) if arrays else {}
 
     @cached_property
@@ -88,8 +91,8 @@ class SampleStep:
 
     def process(self, logits: Tensor, counts: TokenCounts | None) -> Tensor:
         """A copy of the logits without NaN and with biases, bans and penalties."""
-        biased = "biases" in self.tensors
-        if not (biased or self.work & (Work.DRAW | Work.PENALTIES)):
+        biased, masked = "biases" in self.tensors, "mask_rows" in self.tensors
+        if not (biased or masked or self.work & (Work.DRAW | Work.PENALTIES)):
             return drop_nan(logits)
         scores = clean_scores(logits)
         if biased:
@@ -97,6 +100,8 @@ class SampleStep:
         if Work.PENALTIES in self.work:
             assert counts is not None
             self._penalise(scores, counts)
+        if masked:
+            mask_tokens(scores, self.tensors["mask_rows"], self.tensors["mask_words"])
         return scores
 
     def _penalise(self, scores: Tensor, counts: TokenCounts) -> None:

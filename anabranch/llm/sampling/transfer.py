@@ -14,6 +14,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 _ALIGNMENT = 8
 _DTYPES = {
     "bool": torch.bool,
+    "int32": torch.int32,
     "int64": torch.int64,
     "float32": torch.float32,
     "float64": torch.float64,

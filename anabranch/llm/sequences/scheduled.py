@@ -36,6 +36,11 @@ class Scheduled:
             return list(range(1, self.num_drafts + 1))
         return node_depths(self.parents)
 
+    @property
+    def draft_parents(self) -> tuple[int, ...]:
+        """Of each draft, those of a chain too: an earlier draft, or -1."""
+        return tuple(range(-1, self.num_drafts - 1)) if self.parents is None else self.parents
+
     def has_drafts_after(self, accepted: list[int]) -> bool:
         """Whether drafts followed the accepted ones, the last of which is given."""
         last = accepted[-1] if accepted else -1

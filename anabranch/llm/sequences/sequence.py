@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 
 from anabranch.compositions.tree import node_depths
+from anabranch.llm.grammar.token_rules import TokenRules
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.token_logprobs import TokenLogprobs
 from anabranch.llm.sequences.sequence_pages import SequencePages
@@ -37,6 +38,7 @@ class Sequence:
     max_tokens: int  # output tokens it may have, within the context
     stop_ids: frozenset[int] = frozenset()
     speculates: bool = False
+    rules: TokenRules | None = None  # which tokens may follow
     row: int | None = None  # in the sampler's tables, while running
     num_computed: int = 0  # tokens whose keys are in the cache, or will be after the step in flight
     num_draft_computed: int = 0  # the same for the draft model's cache
@@ -103,6 +105,11 @@ class Sequence:
         depths = node_depths(self.draft_parents[: self.num_drafts])
         cut = (place for place, depth in enumerate(depths) if depth > room)
         self.num_drafts = next(cut, len(depths))
+
+    def cut_invalid_drafts(self) -> None:
+        """Keep the drafts of a chain, where the host knows them, that its rules allow."""
+        if self.rules is not None and self.drafts and self.draft_parents is None:
+            self.num_drafts = self.rules.num_valid(self.drafts[: self.num_drafts])
 
     @property
     def finished(self) -> bool:

@@ -16,6 +16,7 @@ from anabranch.llm.server import (
     error_handlers,
     markdown,
     model_endpoints,
+    responses,
     status_endpoints,
 )
 from anabranch.llm.server.gate import Gate, checked_key
@@ -46,7 +47,7 @@ def make_app(
     )
     app.state.service = service
     error_handlers.install(app)
-    for module in (completions, chat, model_endpoints, status_endpoints, markdown):
+    for module in (completions, chat, responses, model_endpoints, status_endpoints, markdown):
         app.include_router(module.router)
     app.add_middleware(
         Gate,

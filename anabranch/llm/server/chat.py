@@ -10,6 +10,8 @@ from pydantic import BaseModel
 
 from anabranch.llm.sampling.token_logprobs import TokenLogprobs
 from anabranch.llm.server.answer import Answer
+from anabranch.llm.server.chat_job import ChatJob
+from anabranch.llm.server.chat_message import MessageWriter
 from anabranch.llm.server.chat_models import (
     AssistantMessage,
     ChatChoice,
@@ -22,7 +24,7 @@ from anabranch.llm.server.chat_models import (
     TopLogprob,
 )
 from anabranch.llm.server.deltas import ChoiceDelta, RequestDelta
-from anabranch.llm.server.errors import REFUSALS, ApiError, blaming_the_request, unsupported
+from anabranch.llm.server.errors import REFUSALS, ApiError
 from anabranch.llm.server.events import TextEvents, event_of
 from anabranch.llm.server.protocol import Usage
 from anabranch.llm.server.reply import (
@@ -64,32 +66,25 @@ class ChatReply:
         self._usage = ChunkUsage(body)
         self._origins = OriginWriter(service.texts, body.skip_special_tokens is False)
         self._prompt: list[int] = []
-        self._max_tokens = body.max_completion_tokens or body.max_tokens
+        self._job = ChatJob(service, body)
+        self._writers: dict[int, MessageWriter] = {}
         self.streams = bool(body.stream)
-        texts = [text for message in body.messages for text in message.texts]
-        service.encoder.refuse_by_bytes(texts, "messages")
-        self.num_chars = sum(map(len, texts))
-        with blaming_the_request():
-            self.params = body.sampling_params(
-                max_tokens=self._max_tokens, logprobs=body.num_top_logprobs
-            )
+        self.num_chars, self.params = self._job.num_chars, self._job.params
         self._sends_only_text = sends_only_text(body, self.params)
 
     def encode(self) -> list[list[int]]:
         """Tokens of the conversation."""
-        encoder, body = self._service.encoder, self._body
-        ids = encoder.chat(
-            body.messages,
-            generation_prompt=body.add_generation_prompt is not False,
-            unlimited=body.truncate_prompt_tokens is not None,
-        )
-        self._prompt = encoder.fitted(
-            ids, truncate=body.truncate_prompt_tokens, max_tokens=self._max_tokens
-        )
-        if body.prompt_logprobs is not None:
-            each = body.prompt_logprobs + 1
-            refuse_many_logprobs([self._prompt], each, self._service.limits)
+        self._prompt = self._job.encode()
+        self.params = self._job.params
+        if (wanted := self._body.prompt_logprobs) is not None:
+            refuse_many_logprobs([self._prompt], wanted + 1, self._service.limits)
         return [self._prompt]
+
+    def _writer(self, number: int) -> MessageWriter | None:
+        """Of an answer that is taken apart."""
+        if number not in self._writers and (parser := self._job.parser()) is not None:
+            self._writers[number] = MessageWriter(parser, self._job.shown)
+        return self._writers.get(number)
 
     def events(self, place: int, delta: RequestDelta) -> bytes:
         """One for each answer that has something new, after one with the role."""
@@ -107,12 +102,37 @@ class ChatReply:
         return event_of(self._chunk(hello, choice.number, usage, **details))
 
     def _event(self, choice: ChoiceDelta, delta: RequestDelta) -> bytes:
+        writer = self._writer(choice.number)
+        if writer is not None:
+            return self._parsed_events(writer, choice, delta)
         if self._sends_only_text and choice.finish_reason is None:
             return self._texts.event(choice.number, choice.text, self._text_chunk)
         said = AssistantMessage.model_validate({"content": choice.text})
         num_tokens, num_cached = len(choice.token_ids), delta.num_cached_tokens
         usage = self._usage.fields(choice.number, self._prompt, num_tokens, num_cached)
         return event_of(self._chunk(said, choice.number, usage, **self._details(choice)))
+
+    def _parsed_events(
+        self, writer: MessageWriter, choice: ChoiceDelta, delta: RequestDelta
+    ) -> bytes:
+        """A chunk for each thing that is new; the last has what belongs to the tokens."""
+        final = choice.finish_reason is not None
+        said = writer.deltas(choice.text, final=final)
+        if not said and self._sends_only_text and not final:
+            return b""
+        said = said or [{}]
+        num_tokens, num_cached = len(choice.token_ids), delta.num_cached_tokens
+        usage = self._usage.fields(choice.number, self._prompt, num_tokens, num_cached)
+        nothing = {"logprobs": None, "finish_reason": None}
+        chunks = [
+            self._chunk(AssistantMessage.model_validate(each), choice.number, usage, **nothing)
+            for each in said[:-1]
+        ]
+        last = AssistantMessage.model_validate(said[-1])
+        details = self._details(choice)
+        return b"".join(
+            map(event_of, [*chunks, self._chunk(last, choice.number, usage, **details)])
+        )
 
     def _text_chunk(self, index: int, text: str) -> ChatChunk:
         said = AssistantMessage.model_validate({"content": text})
@@ -132,7 +152,7 @@ class ChatReply:
         choices = [
             ChatChoice(
                 index=choice.number,
-                message=AssistantMessage(role="assistant", content=choice.text),
+                message=self._message(choice),
                 **self._details(choice),
             )
             for choice in delta.choices
@@ -145,6 +165,12 @@ class ChatReply:
         return ChatCompletion(
             object="chat.completion", choices=choices, usage=usage, **self._named(), **extras
         )
+
+    def _message(self, choice: ChoiceDelta) -> AssistantMessage:
+        writer = self._writer(choice.number)
+        if writer is None:
+            return AssistantMessage(role="assistant", content=choice.text)
+        return writer.whole(choice.text)
 
     def _named(self) -> dict[str, Any]:
         head = self._head
@@ -164,6 +190,9 @@ class ChatReply:
             "finish_reason": finish_reason(choice),
             "stop_reason": choice.stop_reason,
         }
+        writer = self._writers.get(choice.number)
+        if choice.finish_reason == "stop" and writer is not None and writer.num_calls:
+            details["finish_reason"] = "tool_calls"
         if body.logprobs:
             pairs = zip(choice.token_ids, choice.logprobs, strict=True)
             content = [self._logprob(token, entry) for token, entry in pairs]
@@ -194,7 +223,6 @@ class ChatReply:
 
 
 def _refuse(body: ChatRequest) -> None:
-    _refuse_unsupported(body)
     if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
     if None not in (body.max_tokens, body.max_completion_tokens) and (
@@ -205,18 +233,4 @@ def _refuse(body: ChatRequest) -> None:
             f"max_tokens {body.max_tokens} and max_completion_tokens "
             f"{body.max_completion_tokens} differ; give one",
             param="max_tokens",
-        )
-
-
-def _refuse_unsupported(body: ChatRequest) -> None:
-    """Tools and JSON formats, in words."""
-    if body.tools:
-        raise unsupported("tools", "tools are not supported; leave them out")
-    if body.tool_choice not in (None, "none", "auto"):
-        raise unsupported("tool_choice", "tools are not supported; leave tool_choice out")
-    kind = (body.response_format or {"type": "text"}).get("type")
-    if kind != "text":
-        raise unsupported(
-            "response_format",
-            f"response_format {str(kind)[:40]!r} is not supported; the only type is 'text'",
         )

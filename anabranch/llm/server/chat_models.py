@@ -16,7 +16,10 @@ from anabranch.llm.server.protocol import (
     TokenOrigin,
     Usage,
     described,
+    without_nulls,
 )
+from anabranch.llm.server.response_formats import FormFields
+from anabranch.llm.server.tool_models import MAX_TOOLS, PastCall, Tool, ToolCall, ToolChoice
 
 
 class TextPart(StrictModel):
@@ -29,21 +32,33 @@ class TextPart(StrictModel):
 class Message(StrictModel):
     """One turn of a conversation. Fields that are null count as absent."""
 
-    role: Literal["system", "developer", "user", "assistant"] = described(
+    role: Literal["system", "developer", "user", "assistant", "tool"] = described(
         ..., "Who wrote the message. A developer is treated as a system.", "user"
     )
     content: Text | Annotated[list[TextPart], Field(fail_fast=True)] = described(
         ..., "The message, as text or as a list of text parts.", "Name three rivers."
     )
     name: Text | None = described(None, "The author's name, for templates that use it.", "Ada")
+    tool_calls: Annotated[list[PastCall], Field(fail_fast=True)] | None = described(
+        None,
+        "Calls that the assistant made.",
+        [{"id": "call_1", "function": {"name": "f", "arguments": "{}"}}],
+    )
+    tool_call_id: Text | None = described(None, "Which call a tool answers.", "call_1")
+    reasoning_content: Text | None = described(
+        None, "Reasoning before the assistant's answer, for templates that use it.", "Hm."
+    )
+    refusal: Text | None = described(None, "Accepted without effect.", "No.")
 
     @model_validator(mode="before")
     @classmethod
     def _drop_nulls(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        fields = cast("dict[Any, Any]", value)
-        return {name: field for name, field in fields.items() if field is not None}
+        kept = without_nulls(cast("dict[Any, Any]", value))
+        if kept.get("role") == "assistant" and kept.get("tool_calls"):
+            kept.setdefault("content", "")
+        return kept
 
     @property
     def texts(self) -> list[str]:
@@ -52,14 +67,25 @@ class Message(StrictModel):
             return [self.content]
         return [part.text for part in self.content]
 
-    def for_template(self) -> dict[str, str]:
+    @property
+    def all_texts(self) -> list[str]:
+        """The content and all else that templates write."""
+        calls = [text for call in self.tool_calls or () for text in (call.function.arguments,)]
+        return [*self.texts, *calls, self.reasoning_content or ""]
+
+    def for_template(self) -> dict[str, Any]:
         """As chat templates read it; a developer is a system to them."""
         role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": "".join(self.texts), **named}
+        found: dict[str, Any] = {"role": role, "content": "".join(self.texts)}
+        for name in ("name", "tool_call_id", "reasoning_content"):
+            if getattr(self, name) is not None:
+                found[name] = getattr(self, name)
+        if self.tool_calls:
+            found["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        return found
 
 
-class ChatRequest(SamplingFields):
+class ChatRequest(SamplingFields, FormFields):
     """A conversation that the model continues."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)] = described(
@@ -78,14 +104,25 @@ class ChatRequest(SamplingFields):
     top_logprobs: int | None = described(
         0, "Likely tokens to return at each place. Needs logprobs.", 5, ge=0, le=MAX_LOGPROBS
     )
-    response_format: dict[Text, Any] | None = described(
-        None, "JSON formats are not supported; the only type is text.", {"type": "text"}
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = described(
+        None,
+        "Functions that the model may call.",
+        [{"type": "function", "function": {"name": "get_weather"}}],
     )
-    tools: list[Any] | None = described(
-        None, "Tools are not supported; the list must be empty.", []
+    tool_choice: ToolChoice | None = described(
+        None, "none, auto, required, or the function that must be called.", "auto"
     )
-    tool_choice: Text | dict[Text, Any] | None = described(
-        None, "Tools are not supported; none and auto are accepted without effect.", "none"
+    parallel_tool_calls: bool | None = described(
+        True, "Whether an answer that must call tools may have several calls.", False
+    )
+    reasoning_effort: Text | None = described(
+        None, "For templates that use it, such as those of gpt-oss.", "low"
+    )
+    chat_template_kwargs: dict[Text, Any] | None = described(
+        None, "Variables for the chat template.", {"enable_thinking": False}
+    )
+    continue_final_message: bool | None = described(
+        False, "Go on with the last message, which is the assistant's.", True
     )
     add_generation_prompt: bool | None = described(
         True, "End the conversation with the start of an answer.", True
@@ -121,13 +158,15 @@ class AssistantMessage(BaseModel):
     """An answer of the model, or what is new of it."""
 
     role: Literal["assistant"] = "assistant"
-    content: str = ""
+    content: str | None = ""
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class _ChatChoice(BaseModel):
     index: int
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
     token_origins: list[TokenOrigin] | None = None

@@ -42,6 +42,8 @@ def serve(
     drain_seconds: float = DRAIN_SECONDS,
     log_level: str = "info",
     progress: AbstractContextManager[Progress | None] | None = None,
+    tool_format: str = "auto",
+    reasoning: bool = True,
 ) -> None:
     """Serve a model until SIGTERM or SIGINT; open requests are answered first.
 
@@ -49,7 +51,8 @@ def serve(
     `drain_seconds` after the signal end with an error. An engine that fails, hangs, or takes more
     than `max_step_seconds` for a step is started again, at most `max_engine_restarts` times in ten
     minutes; then the process exits with code 3.
-    `progress` is open while the engine starts.
+    `progress` is open while the engine starts. `tool_format` is how the model writes calls of
+    tools; with `reasoning`, it is separated from the text of answers.
 
     On an address of this machine only, requests must name it or one of `allowed_hosts`; on others
     they must only where `allowed_hosts` are given. "*" stands for any host.
@@ -75,6 +78,8 @@ def serve(
             limits=limits,
             model_name=model_name,
             created=int(time.time()),
+            tool_format=tool_format,
+            reasoning=reasoning,
         )
         app = make_app(service, api_key=api_key, cors_origins=cors_origins, hosts=hosts)
         HttpServer(

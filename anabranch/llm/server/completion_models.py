@@ -18,11 +18,12 @@ from anabranch.llm.server.protocol import (
     Usage,
     described,
 )
+from anabranch.llm.server.response_formats import FormFields
 
 Prompts = Text | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
 
 
-class CompletionRequest(SamplingFields):
+class CompletionRequest(SamplingFields, FormFields):
     """One prompt or several, as text or as token ids."""
 
     prompt: Prompts = described(
@@ -45,6 +46,10 @@ class CompletionRequest(SamplingFields):
     echo: bool | None = described(False, "Return the prompt ahead of its completion.", True)
     best_of: int | None = described(None, "Supported only where it equals n.", 1, ge=1)
     suffix: Text | None = described(None, "Not supported.", None)
+    parallel_tool_calls: bool | None = described(
+        None, "Accepted without effect: completions call no tools.", False
+    )
+    reasoning_effort: Text | None = described(None, "Accepted without effect.", "low")
     add_special_tokens: bool | None = described(
         True, "Add the tokenizer's special tokens to prompts given as text.", True
     )

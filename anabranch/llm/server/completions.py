@@ -74,7 +74,9 @@ class CompletionReply:
         if body.echo and body.logprobs is not None:
             options["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
         with blaming_the_request():
-            self.params = body.sampling_params(**options)
+            self.params = body.sampling_params(
+                service.engine.info.sampling_defaults, **options, **body.rules()
+            )
         self._sends_only_text = sends_only_text(body, self.params)
 
     def encode(self) -> list[list[int]]:

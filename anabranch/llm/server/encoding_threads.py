@@ -25,7 +25,7 @@ class EncodingThreads:
 
     def __init__(self) -> None:
         self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, "encode-short")
-        self._long = ThreadPoolExecutor(1, "encode-long", initializer=_lower_priority)
+        self._long = ThreadPoolExecutor(1, "encode-long", initializer=lower_priority)
         self._waiting_chars = 0
 
     async def run(self, num_chars: int, call: Callable[[], T]) -> T:
@@ -54,6 +54,7 @@ class EncodingThreads:
             loop.call_soon_threadsafe(count)
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
+    """Of the calling thread, so that steps come first."""
     if sys.platform == "linux":  # elsewhere priorities belong to processes
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)

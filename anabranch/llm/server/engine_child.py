@@ -20,6 +20,7 @@ import torch
 from anabranch.llm.engine.engine import Engine
 from anabranch.llm.server.channel import Channel
 from anabranch.llm.server.deltas import DeltaCursor, RequestDelta
+from anabranch.llm.server.grammar_threads import Compiled, GrammarThreads
 from anabranch.llm.server.heartbeat import Heartbeat
 from anabranch.llm.server.messages import (
     Abort,
@@ -50,6 +51,7 @@ class EngineLoop:
     ) -> None:
         self._engine, self._channel, self._inbox, self._heart = engine, channel, inbox, heart
         self._cursors: dict[str, DeltaCursor] = {}
+        self._grammars = GrammarThreads(engine, inbox.put)
         self._reported = 0.0
         self._was_busy = False
 
@@ -72,13 +74,26 @@ class EngineLoop:
         except Empty:
             pass
 
-    def _obey(self, message: Add | Abort) -> None:
+    def _obey(self, message: Add | Abort | Compiled) -> None:
         if isinstance(message, Abort):
+            self._grammars.take(message.request_id)
             self._cursors.pop(message.request_id, None)
             self._engine.abort(message.request_id)
-            return
+        elif isinstance(message, Compiled):
+            if self._grammars.take(message.add.request_id):  # not aborted meanwhile
+                self._add(message.add, message)
+        else:
+            self._add(message, None)
+
+    def _add(self, message: Add, compiled: Compiled | None) -> None:
         try:
-            request = self._engine.add_request(*message)
+            if compiled is None and message.params.structured_outputs is not None:
+                self._grammars.submit(message)
+                return
+            if compiled is not None and compiled.error is not None:
+                raise compiled.error
+            grammar = compiled.grammar if compiled is not None else None
+            request = self._engine.add_request(*message, grammar)
             self._cursors[message.request_id] = DeltaCursor(request)
         except ValueError as error:
             self._channel.send(Refused(message.request_id, str(error)))
@@ -138,6 +153,7 @@ def ready(engine: Engine) -> Ready:
         page_size=limits.page_size,
         max_drafts=limits.max_drafts,
         device=str(engine.device),
+        sampling_defaults=engine.sampling_defaults,
     )
 
 

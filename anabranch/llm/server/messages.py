@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from anabranch.llm.engine.stats import EngineStats
@@ -46,6 +46,7 @@ class Ready:
     page_size: int
     max_drafts: int
     device: str
+    sampling_defaults: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @property
     def cache_tokens(self) -> int:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Request, Response
 from pydantic import BaseModel
 
 from anabranch.llm.server.chat_models import Message
-from anabranch.llm.server.errors import REFUSALS, ApiError
+from anabranch.llm.server.errors import REFUSALS, ApiError, unsupported
 from anabranch.llm.server.events import as_json
 from anabranch.llm.server.protocol import StrictModel, Text, TokenIds, described
 from anabranch.llm.server.service import Service, service_of
@@ -153,6 +153,16 @@ def _written(service: Service, ids: list[int], with_strings: bool) -> bytes:
         texts["token_strs"] = [service.texts.text_of(token) for token in ids]
     limit = service.engine.info.max_model_len
     return as_json(Tokens(count=len(ids), max_model_len=limit, tokens=ids, **texts))
+
+
+@router.post("/v1/embeddings")
+async def create_embeddings(body: dict[str, Any]) -> None:
+    """Not supported: the served model makes text, and was not trained for embeddings."""
+    raise unsupported(
+        "model",
+        "this server runs models that write text; their hidden states are no embeddings. "
+        "Serve a model that was trained for embeddings by another server",
+    )
 
 
 @router.post("/detokenize")

@@ -63,9 +63,14 @@ class PromptEncoder:
         return self._encode(text, special)
 
     def chat(
-        self, messages: list[Message], *, generation_prompt: bool = True, unlimited: bool = False
+        self,
+        messages: list[Message],
+        *,
+        generation_prompt: bool = True,
+        unlimited: bool = False,
+        **variables: Any,
     ) -> list[int]:
-        """Tokens of a conversation by the model's chat template."""
+        """Tokens of a conversation by the model's chat template, which sees the variables."""
         from jinja2.exceptions import TemplateError  # of transformers' templates
 
         if self._tokenizer is None or not self._tokenizer.chat_template:
@@ -73,7 +78,7 @@ class PromptEncoder:
         turns = [message.for_template() for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
-                turns, add_generation_prompt=generation_prompt, tokenize=False
+                turns, add_generation_prompt=generation_prompt, tokenize=False, **variables
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise ApiError(

@@ -50,6 +50,11 @@ Bias = Annotated[
 Count = Annotated[int, Field(ge=0, lt=1 << 31)]
 
 
+def without_nulls(fields: dict[Any, Any]) -> dict[Any, Any]:
+    """Without the fields that are null, which count as absent."""
+    return {name: field for name, field in fields.items() if field is not None}
+
+
 class StrictModel(BaseModel):
     """A body as a client sends it."""
 
@@ -83,10 +88,6 @@ class IgnoredFields(StrictModel):
     metadata: dict[Text, Any] | None = described(None, "Accepted without effect.", {"run": "7"})
     store: bool | None = described(None, "Accepted without effect.", False)
     service_tier: Text | None = described(None, "Accepted without effect.", "auto")
-    parallel_tool_calls: bool | None = described(
-        None, "Accepted without effect: there are no tools.", False
-    )
-    reasoning_effort: Text | None = described(None, "Accepted without effect.", "low")
     safety_identifier: Text | None = described(None, "Accepted without effect.", "ada")
     prompt_cache_key: Text | None = described(
         None, "Accepted without effect: prefixes are found by their tokens.", "chat-7"
@@ -196,12 +197,18 @@ class SamplingFields(IgnoredFields):
         options = self.stream_options
         return options is not None and self.includes_usage and bool(options.continuous_usage_stats)
 
-    def sampling_params(self, **options: Any) -> SamplingParams:
-        """For the engine; ValueError for values that contradict each other."""
-        given = {name: getattr(self, name) for name in _SAMPLING if getattr(self, name) is not None}
+    def sampling_params(self, defaults: dict[str, Any], **options: Any) -> SamplingParams:
+        """For the engine; ValueError for values that contradict each other.
+
+        `defaults` are the model's own, for what the body does not give.
+        """
+        names = _SAMPLING & self.model_fields_set
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.logit_bias:
             given["logit_bias"] = {_token(key): bias for key, bias in self.logit_bias.items()}
-        return SamplingParams.from_dict(given | options)
+        limit = options.get("max_tokens")
+        options["max_tokens"] = defaults.get("max_tokens") if limit is None else limit
+        return SamplingParams.from_dict(defaults | given | options)
 
 
 # max_tokens, logprobs and logit_bias are written differently over HTTP

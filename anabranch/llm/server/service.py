@@ -7,6 +7,7 @@ from typing import cast
 
 from fastapi import Request
 
+from anabranch.llm.server.answer_forms import AnswerForms, make_answer_forms
 from anabranch.llm.server.encoding_threads import EncodingThreads
 from anabranch.llm.server.errors import ApiError
 from anabranch.llm.server.metrics import Metrics
@@ -32,6 +33,7 @@ class Service:
     writing: WritingThread
     texts: TokenTexts
     metrics: Metrics
+    forms: AnswerForms
     created: int  # seconds since 1970
 
     def check_model(self, name: str | None) -> None:
@@ -51,9 +53,15 @@ class Service:
 
 
 def make_service(
-    engine: ServedEngine, *, limits: ServerLimits, model_name: str | None, created: int
+    engine: ServedEngine,
+    *,
+    limits: ServerLimits,
+    model_name: str | None,
+    created: int,
+    tool_format: str = "auto",
+    reasoning: bool = True,
 ) -> Service:
-    """Of an engine that is ready."""
+    """Of an engine that is ready; without `reasoning`, it stays in the text of answers."""
     info = engine.info
     name = model_name or info.model_name
     return Service(
@@ -72,6 +80,7 @@ def make_service(
         writing=WritingThread(),
         texts=TokenTexts(info.tokenizer),
         metrics=Metrics(name, engine),
+        forms=make_answer_forms(info.tokenizer, tool_format, reasoning),
         created=created,
     )
 

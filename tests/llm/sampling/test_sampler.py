@@ -13,7 +13,10 @@ from drafting import filtered_probs
 from torch import Tensor
 
 from anabranch.kernels.cpu import gumbel_argmax as on_cpu
+from anabranch.kernels.cpu import mask_tokens as mask_on_cpu
 from anabranch.kernels.triton import gumbel_argmax as in_triton
+from anabranch.kernels.triton import mask_tokens as mask_in_triton
+from anabranch.llm.grammar.token_rules import token_mask
 from anabranch.llm.sampling.batch import SampleBatch
 from anabranch.llm.sampling.filters import UNIT, keep_top_p
 from anabranch.llm.sampling.logits import _argmax_in_pieces
@@ -23,6 +26,7 @@ from anabranch.llm.sampling.parameter_rows import SamplingRows
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.sampler import Sampler
 from anabranch.llm.sampling.samples import HostSamples
+from anabranch.llm.sampling.token_logprobs import Logprob, top_entries
 
 VOCAB = 12
 FILTERS: dict[str, dict[str, Any]] = {
@@ -210,6 +214,23 @@ def test_the_kernel_draws_what_the_cpu_draws(vocab: int) -> None:
     assert found.tolist() == on_cpu.gumbel_argmax(logs, keys).tolist()
 
 
+@pytest.mark.parametrize("vocab", [1, 31, 32, 97, 4096, 5000])
+@pytest.mark.parametrize("kernel", [mask_on_cpu, mask_in_triton])
+def test_masks_ban_tokens_of_their_rows(kernel: Any, vocab: int) -> None:
+    on_gpu = kernel is mask_in_triton and torch.cuda.is_available()
+    device = torch.device("cuda" if on_gpu else "cpu")
+    wide = torch.randn(5, vocab + 3, device=device)  # rows may lie apart
+    scores = wide[:, :vocab]
+    allowed = [set(range(0, vocab, 3)), set[int](), set(range(vocab))]
+    words = torch.from_numpy(np.stack([token_mask(each, vocab) for each in allowed])).to(device)
+    wanted, rows = scores.clone(), [4, 0, 2]
+    for row, tokens in zip(rows, allowed, strict=True):
+        banned = sorted(set(range(vocab)) - tokens)
+        wanted[row, banned] = -torch.inf
+    kernel.mask_tokens(scores, torch.tensor(rows, device=device), words)
+    assert torch.equal(scores, wanted)
+
+
 def test_rounding_of_the_logits_moves_only_near_ties() -> None:
     """A draw by the running sum over the vocabulary differs in over one percent of the rows."""
     logits = torch.randn(300, 20000) * 2
@@ -317,6 +338,31 @@ def test_min_tokens_bans_stops_until_then() -> None:
     assert found == [[[2], [7], [4]], [[2], [7], [4]], [[7], [7], [7]]]
 
 
+def test_a_new_row_leaves_the_counts_of_others_alone() -> None:
+    sampler, params = (
+        Sampler(SamplingRows(3, VOCAB), "cpu"),
+        SamplingParams(temperature=0, frequency_penalty=1.0),
+    )
+    for row in (0, 2, 1):
+        sampler.add(row, params, [], [3] * 9, 0)
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 3], logits[:, 5] = 5.0, 1.0
+    assert sample(sampler, logits, batch_of(3)).tokens == [[5]] * 3
+
+
+def test_the_likeliest_token_has_rank_1() -> None:
+    entries = top_entries(np.array([4, 2, 9]), np.array([-0.5, -1.5, -2.5]), 2)
+    assert entries == {4: Logprob(-0.5, 1), 2: Logprob(-1.5, 2)}
+
+
+def test_one_token_at_least() -> None:
+    sampler = Sampler(SamplingRows(1, VOCAB), "cpu")
+    sampler.add(0, SamplingParams(temperature=0, min_tokens=1), [], [], 0, [7])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7], logits[0, 2] = 30.0, 10.0
+    assert [sample(sampler, logits, batch_of(1, at)).tokens for at in (0, 1)] == [[[2]], [[7]]]
+
+
 def test_logit_bias_shifts_the_distribution() -> None:
     bias = {3: 2.0, 4: -100.0}
     sampler = sampler_of(*[SamplingParams(logit_bias=bias)] * 3000)
@@ -367,6 +413,7 @@ def test_a_greedy_token_beside_nan_does_not_depend_on_its_neighbours(dtype: torc
     for beside in (SamplingParams(temperature=0), SamplingParams(seed=1)):
         found = sample(sampler_of(SamplingParams(temperature=0), beside), logits, batch_of(2))
         assert found.tokens[0] == [VOCAB - 1] and found.num_nan_rows == 1
+        assert found.saturated == 0  # of caches that are not quantised
 
 
 def test_logits_are_left_as_they_are() -> None:

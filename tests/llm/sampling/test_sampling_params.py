@@ -32,6 +32,9 @@ REFUSED: dict[str, list[Any]] = {
     "skip_special_tokens": [1, None],
     "truncate_prompt_tokens": [0, -1, 1.0],
     "speculate": [1, "no"],
+    "structured_outputs": ["json", 3],
+    "bad_words": [[""], [1], 3],
+    "allowed_token_ids": [[-1], [1.0], 3],
 }
 
 
@@ -102,3 +105,10 @@ def test_unknown_options_and_changes_are_errors() -> None:
         SamplingParams(1)  # type: ignore[misc]
     with pytest.raises(dataclasses.FrozenInstanceError):
         SamplingParams().n = 2  # type: ignore[misc]
+
+
+def test_the_least_number_of_tokens_may_be_the_most() -> None:
+    params = SamplingParams(min_tokens=4, max_tokens=4)
+    assert (params.min_tokens, params.max_tokens) == (4, 4)
+    with pytest.raises(ValueError, match="min_tokens 5 exceeds max_tokens 4"):
+        SamplingParams(min_tokens=5, max_tokens=4)

@@ -1,6 +1,8 @@
 // One answer of the model: its tokens as they come, rendered as Markdown, and its figures.
 
+import { highlightCode } from "./code.js";
 import { markdownOf } from "./markdown.js";
+import { callNodes, isJson, jsonNodes, thoughtNode } from "./special_answers.js";
 import { makeInspectable, tokenSpan } from "./tokens.js";
 
 const PAUSE_MS = 150; // between two renderings of an unfinished answer
@@ -13,6 +15,8 @@ export class Answer {
     makeInspectable(this.element);
     this.key = key;
     this.said = "";
+    this.thought = ""; // reasoning before what is said
+    this.calls = []; // of tools
     this.reason = null;
     this.tokens = [];
     this.asked = performance.now();
@@ -25,8 +29,14 @@ export class Answer {
 
   add(choice) {
     this.said += choice.delta.content ?? "";
+    this.thought += choice.delta.reasoning_content ?? "";
+    for (const call of choice.delta.tool_calls ?? []) {
+      this.calls[call.index] ??= { id: call.id, name: call.function.name, said: "" };
+      this.calls[call.index].said += call.function.arguments ?? "";
+    }
     this.reason = choice.finish_reason ?? this.reason;
     const tokens = choice.token_origins ?? [];
+    for (const token of tokens) token.early = !this.said; // part of the reasoning, if there is any
     if (!tokens.length) return;
     this.last = { time: performance.now(), count: this.tokens.push(...tokens) };
     this.first ??= this.last;
@@ -49,13 +59,35 @@ export class Answer {
   async render() {
     const tokens = [...this.tokens], start = performance.now();
     try {
-      this.show(await markdownOf(tokens, this.key));
+      this.show(await this.nodesOf(tokens));
+      highlightCode(this.element);
       this.numRendered = tokens.length;
     } catch { // the text matters more than its looks
       this.element.replaceChildren(...this.tokens.map((token) => tokenSpan(token)));
       this.markdown = null;
     }
     this.pause = Math.max(PAUSE_MS, SHARE * (performance.now() - start));
+  }
+
+  async nodesOf(tokens) {
+    const early = this.thought ? tokens.filter((token) => token.early) : [];
+    const later = this.thought ? tokens.filter((token) => !token.early) : tokens;
+    const thought = early.length ? [thoughtNode(early, !this.said)] : [];
+    if (this.calls.length) return [...thought, ...callNodes(this.calls)];
+    const text = later.map((token) => token.text).join("");
+    if (isJson(text)) return [...thought, ...jsonNodes(later)];
+    return [...thought, ...(text ? await markdownOf(later, this.key) : [])];
+  }
+
+  // What is kept of it, and an answer made from that.
+  get record() {
+    const { said, thought, calls, reason, tokens } = this;
+    return { said, thought, calls, reason, tokens };
+  }
+
+  async restore(record) {
+    Object.assign(this, record);
+    await this.render();
   }
 
   // Blocks that did not change stay, with what is selected or scrolled in them.

@@ -1,6 +1,8 @@
 // The conversation: its turns, and the form that asks.
 
 import { Answer } from "./answer.js";
+import { exportConversation, keepConversation } from "./conversations.js";
+import { showHistory } from "./history.js";
 import { streamChat } from "./stream.js";
 import { forgetToken } from "./tokens.js";
 import { button, Turn } from "./turn.js";
@@ -10,6 +12,8 @@ const log = find("log"), prompt = find("prompt"), key = find("key");
 let turns = []; // those that the model is sent
 let failed = null; // shown, but not sent
 let running = null;
+let editing = null; // the turn whose question is asked anew
+let id = null; // of the conversation, once it is kept
 let follows = true; // the log stays at its end, unless the reader scrolls up
 let scrolledTo = 0; // where the log was scrolled to
 
@@ -26,15 +30,40 @@ function options() {
   };
   if (find("seed").value !== "") given.seed = Number(find("seed").value);
   if (!find("speculate").checked) given.speculate = false;
+  const schema = parsed("schema"), tools = parsed("tools");
+  if (schema) {
+    given.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
+  }
+  if (tools) given.tools = tools;
   return given;
 }
 
-function messagesBefore(asked) {
-  const said = turns.flatMap((turn) => [
-    { role: "user", content: turn.asked },
-    { role: "assistant", content: turn.answer.said },
-  ]);
-  return [...said, { role: "user", content: asked }];
+function parsed(name) {
+  const text = find(name).value.trim();
+  if (!text) return null;
+  try {
+    return JSON.parse(text);
+  } catch (error) {
+    throw new Error(`What stands under Options as ${name} is no JSON: ${error.message}.`);
+  }
+}
+
+function conversation() {
+  const made = turns.map((turn) => ({ asked: turn.asked, ...turn.answer.record }));
+  const title = turns[0]?.asked.slice(0, 60) ?? "Empty";
+  id ??= `${Date.now()}`;
+  return { id, title, system: find("system").value.trim(), turns: made };
+}
+
+function messagesOf(turn) {
+  return [{ role: "user", content: turn.asked }, { role: "assistant", content: turn.answer.said }];
+}
+
+function messagesFor(turn, continues) {
+  const system = find("system").value.trim();
+  const before = turns.filter((each) => each !== turn).flatMap(messagesOf);
+  const last = continues ? messagesOf(turn) : [{ role: "user", content: turn.asked }];
+  return [...(system ? [{ role: "system", content: system }] : []), ...before, ...last];
 }
 
 function setRunning(controller) {
@@ -45,11 +74,12 @@ function setRunning(controller) {
   else log.removeAttribute("aria-busy");
 }
 
-async function receive(turn) {
+async function receive(turn, continues = false) {
   const { answer } = turn;
-  const body = { messages: messagesBefore(turn.asked), ...options() };
   let error = null;
   try {
+    const body = { messages: messagesFor(turn, continues), ...options() };
+    if (continues) body.continue_final_message = true;
     for await (const chunk of streamChat(body, { key: key.value, signal: running.signal })) {
       if (chunk.choices[0]) answer.add(chunk.choices[0]);
       if (follows) showEnd();
@@ -86,9 +116,63 @@ function keep(turn, former, stopped) {
   former?.remove();
   turns = [...turns, turn];
   if (stopped) turn.note("Stopped. The conversation goes on from here.");
-  turn.finish(() => ask(turn.asked, turn));
+  finish(turn);
+  keepConversation(conversation());
+  showHistory(open);
   if (follows) showEnd();
   if (document.activeElement === document.body) focusPrompt();
+}
+
+function finish(turn) {
+  turn.finish({
+    retry: () => ask(turn.asked, turn),
+    proceed: () => proceed(turn),
+    edit: () => edit(turn),
+  });
+}
+
+// Go on with the last answer, from where it ends.
+async function proceed(turn) {
+  if (running || turns.at(-1) !== turn) return;
+  const controller = new AbortController();
+  setRunning(controller);
+  const error = await receive(turn, true);
+  if (running !== controller) return;
+  setRunning(null);
+  if (error && error.name !== "AbortError") turn.note(error.message, { alert: true });
+  finish(turn);
+  keepConversation(conversation());
+  showHistory(open);
+}
+
+function edit(turn) {
+  if (running) return;
+  editing = turn;
+  prompt.value = turn.asked;
+  prompt.focus();
+}
+
+// A question that is asked anew takes the place of its turn and of those after it.
+function dropEdited() {
+  if (!editing) return;
+  const place = turns.indexOf(editing);
+  for (const turn of place < 0 ? [] : turns.slice(place)) turn.remove();
+  if (place >= 0) turns = turns.slice(0, place);
+  editing = null;
+}
+
+async function open(conversation) {
+  startOver();
+  id = conversation.id;
+  find("system").value = conversation.system ?? "";
+  for (const { asked, ...record } of conversation.turns) {
+    const turn = new Turn(asked, new Answer(key.value));
+    turns = [...turns, turn];
+    log.append(...turn.elements);
+    await turn.answer.restore(record);
+    finish(turn);
+  }
+  showEnd();
 }
 
 function giveUp(turn, former, error) {
@@ -124,6 +208,7 @@ function submit() {
   const asked = prompt.value.trim();
   if (!asked || running) return;
   prompt.value = "";
+  dropEdited();
   ask(asked);
 }
 
@@ -131,7 +216,7 @@ function startOver() {
   running?.abort();
   setRunning(null);
   turns = [];
-  failed = null;
+  failed = editing = id = null;
   log.replaceChildren();
   forgetToken();
   focusPrompt();
@@ -162,4 +247,6 @@ export function startChat() {
     if (event.key === "Escape") running?.abort();
   });
   find("clear").addEventListener("click", startOver);
+  find("export").addEventListener("click", () => exportConversation(conversation()));
+  showHistory(open);
 }

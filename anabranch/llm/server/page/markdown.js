@@ -1,5 +1,6 @@
 // Markdown of an answer as elements whose text is still made of coloured tokens.
 
+import { codeBlock } from "./code.js";
 import { post } from "./stream.js";
 import { tokenSpan } from "./tokens.js";
 
@@ -42,6 +43,7 @@ class Painter {
     }
     if (name === "ol" && node.start !== 1) made.start = node.start;
     made.append(...this.children(node));
+    if (name === "pre") return codeBlock(made);
     if (name !== "table") return made;
     const scroll = document.createElement("div");
     scroll.className = "scroll";

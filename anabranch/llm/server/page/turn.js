@@ -47,7 +47,9 @@ export class Turn {
     this.reply.append(note);
   }
 
-  finish(retry) {
+  // Acts on a finished answer: retry, go on with it, edit the question.
+  finish({ retry, proceed, edit }) {
+    this.reply.querySelector(".bar")?.remove();
     const bar = made("div", "bar");
     const copy = button("Copy", async () => {
       copy.textContent = await copied(this.answer.said) ? "Copied" : "Cannot copy here";
@@ -55,13 +57,16 @@ export class Turn {
     });
     const again = button("Retry", retry);
     again.classList.add("retry");
-    bar.append(made("span", "figures", this.answer.figures), copy, again);
+    const onward = button("Continue", proceed);
+    onward.classList.add("onward");
+    bar.append(made("span", "figures", this.answer.figures), copy, onward, again);
     this.reply.append(bar);
+    if (!this.question.querySelector("button")) this.question.append(button("Edit", edit));
   }
 }
 
 // Browsers offer the clipboard only to pages from this machine or over HTTPS.
-async function copied(text) {
+export async function copied(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;

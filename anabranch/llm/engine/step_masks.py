@@ -1,0 +1,56 @@
+"""Masks of a sampling step: which tokens each constrained sequence may have, at every draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from typing import NamedTuple
+
+import numpy as np
+
+from anabranch.llm.grammar.token_rules import num_words
+from anabranch.llm.sampling.batch import SampleBatch, TokenMasks
+from anabranch.llm.sampling.transfer import Array, Download
+from anabranch.llm.sequences.scheduled import Scheduled
+
+
+class StepMasks(NamedTuple):
+    """Masks, and the requests whose grammar failed."""
+
+    masks: TokenMasks | None
+    failed: dict[str, Exception]
+
+
+def step_masks(
+    runs: Seq[Scheduled], batch: SampleBatch, vocab_size: int, drafted: Download | None
+) -> StepMasks:
+    """Masks of the runs of a batch, once the host knows all tokens before their drafts.
+
+    `drafted` [num_seqs, max_drafts] brings drafts that were made on the device.
+    """
+    places = [place for place, run in enumerate(runs) if run.seq.rules and not run.seq.finished]
+    if not places:
+        return StepMasks(None, {})
+    starts = _starts(batch)
+    rows = [starts[place] + row for place in places for row in range(1 + batch.num_drafts[place])]
+    words = np.full((len(rows), num_words(vocab_size)), -1, np.int32)
+    made = drafted.wait()["drafts"] if drafted is not None else None
+    failed, begin = dict[str, Exception](), 0
+    for place in places:
+        run = runs[place]
+        end = begin + 1 + run.num_drafts
+        drafts = run.seq.drafts if made is None else made[place].tolist()
+        try:
+            assert run.seq.rules is not None
+            run.seq.rules.fill(words[begin:end], drafts[: run.num_drafts], run.draft_parents)
+        except Exception as error:  # of this request alone
+            failed[run.seq.request_id] = error
+        begin = end
+    return StepMasks(TokenMasks(np.array(rows, np.int64), words), failed)
+
+
+def _starts(batch: SampleBatch) -> Array:
+    """The first row of logits of every sequence."""
+    if batch.padded:
+        return np.arange(len(batch.rows)) * (batch.max_drafts + 1)
+    lengths = np.array(batch.num_drafts, np.int64) + 1
+    return np.cumsum(lengths) - lengths

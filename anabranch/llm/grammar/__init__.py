@@ -1,0 +1,1 @@
+"""Grammars: which tokens an answer may have, by what it must match."""

@@ -1,0 +1,115 @@
+"""Grammars made ready to match: checked, compiled within limits, and kept for the next request."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+from anabranch.llm.grammar.grammar_source import grammar_source
+from anabranch.llm.grammar.grammar_state import GrammarState
+from anabranch.llm.grammar.schema_place import schema_place
+from anabranch.llm.grammar.structured_outputs import StructuredOutputs
+
+MAX_KEPT = 128  # grammars
+MAX_KEPT_BYTES = 4 << 20  # of their texts together
+# Of llguidance: a token's mask takes at most some 10 ms, else the request ends.
+LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 500_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 10_000,
+    "max_lexer_states": 50_000,
+    "max_grammar_size": 200_000,
+}
+
+
+class CompiledGrammar:
+    """A grammar at its beginning, to be copied for every sequence."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+        self._lock = threading.Lock()
+
+    def begin(self) -> GrammarState:
+        """A state of its own for a sequence."""
+        with self._lock:
+            return GrammarState(self._matcher.deep_copy())
+
+
+class GrammarCompiler:
+    """Compiles for one tokenizer. May be called from any thread; the newest grammars are kept."""
+
+    def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+        self._eos_ids = sorted(eos_ids)
+        self._tokens: Any | None = None  # as llguidance has them; made for the first grammar
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
+        self._kept_bytes = 0
+
+    def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        """A grammar that was kept, or a new one; ValueError says what is wrong and where."""
+        with self._lock:
+            if wanted in self._kept:
+                self._kept.move_to_end(wanted)
+                return self._kept[wanted]
+        made = self._compile(wanted)
+        with self._lock:
+            self._keep(wanted, made)
+        return made
+
+    def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+        try:
+            source = grammar_source(wanted)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.{wanted.kind}: {error}") from None
+        matcher = self._matcher(source)
+        error = matcher.get_error()
+        if not error:
+            matcher.compute_bitmask()  # here, not in a step: the first is by far the slowest
+            error = matcher.get_error()
+        if error:
+            raise ValueError(f"structured_outputs.{wanted.kind}{self._reason(wanted, error)}")
+        return CompiledGrammar(matcher)
+
+    def _reason(self, wanted: StructuredOutputs, error: str) -> str:
+        place = ""
+        if wanted.kind == "json":
+            place = schema_place(wanted.text, self._error_of)
+        message = error.partition("<non-verbose/>")[0].strip()
+        return f"{'.' + place if place else ''} cannot be compiled: {message[:1000]}"
+
+    def _error_of(self, schema: str) -> str:
+        return self._matcher(grammar_source(StructuredOutputs(json=schema))).get_error()
+
+    def _matcher(self, source: str) -> Any:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(**LIMITS, verbose_errors=False)
+        return LLMatcher(self._library_tokens(), source, log_level=0, limits=limits)
+
+    def _library_tokens(self) -> Any:
+        with self._lock:
+            if self._tokens is None:
+                self._tokens = self._make_tokens()
+            return self._tokens
+
+    def _make_tokens(self) -> Any:
+        from llguidance.hf import from_tokenizer
+
+        if self._tokenizer is None:
+            raise ValueError("structured_outputs: this model has no tokenizer")
+        if not self._eos_ids:
+            raise ValueError("structured_outputs: this model has no token that ends a text")
+        return from_tokenizer(
+            self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_ids)
+        )
+
+    def _keep(self, wanted: StructuredOutputs, made: CompiledGrammar) -> None:
+        if wanted not in self._kept:
+            self._kept_bytes += len(wanted.text)
+        self._kept[wanted] = made
+        while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
+            oldest, _ = self._kept.popitem(last=False)
+            self._kept_bytes -= len(oldest.text)

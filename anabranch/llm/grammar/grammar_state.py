@@ -1,0 +1,58 @@
+"""How far a sequence has come in its grammar, and which tokens may follow."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+Words = np.ndarray[Any, np.dtype[np.int32]]
+
+
+class GrammarError(RuntimeError):
+    """A grammar failed at one request: it ran out of time or memory, or nothing can follow."""
+
+
+class GrammarState:
+    """A matcher of llguidance. Tokens are taken one by one, and taken back."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing can follow."""
+        return self._matcher.is_stopped()
+
+    def accept(self, token: int) -> None:
+        """Take a token that was sampled."""
+        if not self._matcher.consume_token(token):
+            raise GrammarError(f"the grammar cannot go on: {self._error()}")
+
+    def accepts(self, token: int) -> bool:
+        """Take a token if it may follow; whether it was."""
+        if self._matcher.is_stopped() or not self._matcher.validate_tokens([token]):
+            return False
+        self.accept(token)
+        return True
+
+    def take_back(self, num_tokens: int) -> None:
+        """Undo as many tokens."""
+        if num_tokens and not self._matcher.rollback(num_tokens):
+            raise GrammarError(f"the grammar cannot be rolled back: {self._error()}")
+
+    def num_valid(self, tokens: Sequence[int]) -> int:
+        """How many of these tokens may follow, one after the other."""
+        return 0 if self.over else self._matcher.validate_tokens(list(tokens))
+
+    def fill(self, words: Words) -> None:
+        """Write the tokens that may follow, a bit each, the lowest first."""
+        bits = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            raise GrammarError(f"the grammar took too much time or memory: {self._error()}")
+        words[:] = np.frombuffer(bits, np.int32, len(words))
+
+    def _error(self) -> str:
+        """The first line: the others show the state of the parser."""
+        return str(self._matcher.get_error()).partition("\n")[0][:300]

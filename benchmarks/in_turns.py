@@ -1,0 +1,219 @@
+"""Two environments, such as two commits or two Tritons, timed in turns on one GPU.
+
+    python benchmarks/in_turns.py --before PATH[:PATH] --after PATH[:PATH] --out in_turns.json
+
+Each side is a process whose PYTHONPATH begins with the folders that are given: a checkout of this
+package, or a folder with another Triton before it. Both hold every call as a CUDA graph; they are
+replayed in random turns, so that neither has a warmer machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+HEADS, KV_HEADS, PAGE, TURNS, REPLAYS = 32, 8, 16, 9, 20
+Shape = dict[str, Any]
+# lens: keys of each sequence; new: queries of each; heads, dims, format and rules where not usual
+CASES: dict[str, Shape] = {
+    "decode 1 x 8192": {"lens": [8192], "new": [1]},
+    "decode 8 x 8192": {"lens": [8192] * 8, "new": [1] * 8},
+    "decode 64 x 4096": {"lens": [4096] * 64, "new": [1] * 64},
+    "decode 128 x 1024": {"lens": [1024] * 128, "new": [1] * 128},
+    "decode 32 x 4096, 64 dims": {"lens": [4096] * 32, "new": [1] * 32, "dims": (64, 64)},
+    "decode 64 x 4096, invariant": {"lens": [4096] * 64, "new": [1] * 64, "fixed": True},
+    "verify 4 of 8 x 8192": {"lens": [8192] * 8, "new": [4] * 8},
+    "verify 5 of 64 x 4096": {"lens": [4096] * 64, "new": [5] * 64},
+    "prompt 1 x 256": {"lens": [256], "new": [256]},
+    "prompt 1 x 1024": {"lens": [1024], "new": [1024]},
+    "prompt 1 x 8192": {"lens": [8192], "new": [8192]},
+    "prompt 4 x 4096": {"lens": [4096] * 4, "new": [4096] * 4},
+    "prompt 1 x 4096, 256 dims": {"lens": [4096], "new": [4096], "dims": (256, 256)},
+    "prompt 1 x 4096, softcap": {"lens": [4096], "new": [4096], "softcap": 50.0},
+    "prompt 1 x 8192, window": {"lens": [8192], "new": [8192], "window": 128, "dims": (64, 64)},
+    "chunk 512 at 32768": {"lens": [32768], "new": [512]},
+    "chunk 512 and 31 decodes": {"lens": [8192] + [4096] * 31, "new": [512] + [1] * 31},
+    "fp8 decode 64 x 4096": {"lens": [4096] * 64, "new": [1] * 64, "format": "fp8"},
+    "int8 decode 64 x 4096": {"lens": [4096] * 64, "new": [1] * 64, "format": "int8"},
+    "q8_0 decode 64 x 4096": {"lens": [4096] * 64, "new": [1] * 64, "format": "q8_0"},
+    "latent 16 x 8192, 128 heads": {"lens": [8192] * 16, "new": [1] * 16, "latent": 128},
+    "latent 64 x 8192, 16 heads": {"lens": [8192] * 64, "new": [1] * 64, "latent": 16},
+    "latent 1 x 8192, 128 heads": {"lens": [8192], "new": [1], "latent": 128},
+    "merge 16384 x 32 x 128": {"merge": 16384},
+    "merge 256 x 32 x 128": {"merge": 256},
+}
+
+
+def call_of(shape: Shape) -> Callable[[], object]:
+    """What is captured."""
+    import anabranch as ab
+
+    draw = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)  # noqa: E731
+    if rows := shape.get("merge"):
+        a, b = (
+            ab.AttentionState(draw(rows, HEADS, 128), draw(rows, HEADS).float()) for _ in range(2)
+        )
+        return lambda: ab.merge(a, b)
+    ints = lambda x: torch.tensor(x, dtype=torch.int32, device="cuda")  # noqa: E731
+    lens, new = shape["lens"], shape["new"]
+    dims = shape.get("dims", (128, 128))
+    counts = [-(-length // PAGE) for length in lens]
+    table = torch.zeros(len(lens), max(counts), dtype=torch.int32)
+    order, used = torch.randperm(sum(counts)).int(), 0
+    for row, count in enumerate(counts):
+        table[row, :count] = order[used : used + count]
+        used += count
+    where = (table.cuda(), ints(lens))
+    if heads := shape.get("latent"):
+        q, keys = draw(sum(new), heads, 576), ab.LatentKV(draw(used, PAGE, 576), *where, 512)
+    else:
+        q, keys = draw(sum(new), HEADS, dims[0]), pages_of(shape, used, dims, where, draw)
+    starts = ints([0, *torch.tensor(new).cumsum(0).tolist()])
+    options = {name: shape[name] for name in ("window", "softcap") if name in shape}
+    planned = {name: value for name, value in options.items() if name == "window"}
+    plan = ab.make_plan(
+        q, keys, cu_seqlens_q=starts, batch_invariant=shape.get("fixed", False), **planned
+    )
+    return lambda: ab.attend(q, keys, cu_seqlens_q=starts, plan=plan, **options)
+
+
+def pages_of(shape: Shape, used: int, dims: Any, where: Any, draw: Callable[..., Any]) -> Any:
+    """Keys and values in pages of a format."""
+    import anabranch as ab
+    from anabranch.keys.formats import empty_store
+
+    k, v = (draw(used * PAGE, KV_HEADS, dim) for dim in dims)
+    name, sizes = shape.get("format", "plain"), (used, PAGE, KV_HEADS)
+    stores = [
+        empty_store(name, (*sizes, dim), torch.bfloat16, torch.device("cuda")) for dim in dims
+    ]
+    (k_codes, k_scales), (v_codes, v_scales) = stores
+    keys = ab.PagedKV(k_codes, v_codes, *where, k_scales, v_scales, torch.bfloat16)
+    ab.append_kv(keys, k, v, torch.arange(used * PAGE, device="cuda"))
+    return keys
+
+
+def serve() -> None:
+    """Answer names of cases on the standard input with microseconds a call."""
+    graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    with torch.inference_mode():
+        for line in sys.stdin:
+            name = json.loads(line)
+            try:
+                if name not in graphs:
+                    graphs[name] = capture(call_of(CASES[name]))
+                answer: object = replay(graphs[name])
+            except Exception as error:
+                answer = f"{type(error).__name__}: {error}"[:300]
+            print(json.dumps(answer), flush=True)
+
+
+def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of one call."""
+    for _ in range(3):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> float:
+    """Microseconds of one replay."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    graph.replay()
+    start.record()
+    for _ in range(REPLAYS):
+        graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) / REPLAYS * 1000
+
+
+class Side:
+    """A process with an environment of its own."""
+
+    def __init__(self, folders: str) -> None:
+        path = os.pathsep.join([folders, os.environ.get("PYTHONPATH", "")])
+        cache = Path("/tmp", f"in-turns-{abs(hash(folders))}")  # kernels of one Triton
+        environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, name: str) -> None:
+        """Let it replay a case."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(name) + "\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> float | str:
+        """Microseconds, or what went wrong."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        return json.loads(line) if line else "the process ended"
+
+
+def rows(sides: dict[str, Side], seconds: float) -> Iterator[dict[str, object]]:
+    """Every case; both sides compile a case at the same time, then take turns."""
+    end = time.monotonic() + seconds
+    for name in CASES:
+        if time.monotonic() > end:
+            return
+        for side in sides.values():
+            side.ask(name)
+        first = {key: side.answer() for key, side in sides.items()}
+        failed = {key: x for key, x in first.items() if isinstance(x, str)}
+        if failed:
+            yield {"case": name, **failed}
+            continue
+        times: dict[str, list[float]] = {key: [] for key in sides}
+        for _ in range(TURNS):
+            for key in random.sample(list(sides), len(sides)):
+                sides[key].ask(name)
+                times[key].append(float(sides[key].answer()))
+        found = {key: round(median(each), 2) for key, each in times.items()}
+        spread = {f"{key} spread": round(max(x) / min(x) - 1, 3) for key, x in times.items()}
+        speed = round(found["before"] / found["after"], 3)
+        yield {"case": name, **found, "after/before": speed, **spread}
+
+
+def main() -> None:
+    """Measure, print, and write the rows as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--before", help="folders of the first side")
+    parser.add_argument("--after", help="folders of the other")
+    parser.add_argument("--seconds", type=float, default=480, help="after which no case begins")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.serve:
+        serve()
+        return
+    from rows import header, print_rows, save_rows
+
+    sides = {"before": Side(options.before), "after": Side(options.after)}
+    found = print_rows(rows(sides, options.seconds))
+    save_rows(options.out, header("before and after"), found)
+    for side in sides.values():
+        side.process.kill()
+
+
+if __name__ == "__main__":
+    main()

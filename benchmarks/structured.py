@@ -1,0 +1,122 @@
+"""What grammars cost: decode steps of one engine with none, half and all of a batch constrained.
+
+    python benchmarks/structured.py                                   # SmolLM2, batch 16
+    python benchmarks/structured.py --model dummy:llama-3.1-8b --batch 64   # on a GPU
+    python benchmarks/structured.py --speculative ngram
+
+Answers are long JSON arrays of objects. A model without a tokenizer gets one with SmolLM2's words
+and numbers up to its vocabulary. Runs alternate, and the medians of their steps are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from rows import header, print_rows, save_rows
+
+from anabranch import LLM, SamplingParams
+from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
+
+SCHEMA: dict[str, Any] = {
+    "type": "array",
+    "minItems": 4000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 40},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+            "mail": {"type": "string", "format": "email"},
+            "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 5},
+        },
+        "required": ["name", "age", "mail", "tags"],
+        "additionalProperties": False,
+    },
+}
+SHARES = (0.0, 0.5, 1.0)
+
+
+def lend_tokenizer(llm: LLM) -> None:
+    """Give a model of random weights a vocabulary of text, for its grammars only."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    from anabranch.llm.models import smollm2_directory
+
+    known = AutoTokenizer.from_pretrained(smollm2_directory()).get_vocab()
+    size = llm.engine.vocab_size
+    words = [word for word, place in sorted(known.items(), key=lambda pair: pair[1])][:size]
+    words += [f"{number:x}Ġ" for number in range(size - len(words))]
+    made = Tokenizer(models.BPE({word: place for place, word in enumerate(words)}, []))
+    made.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token=words[0])
+    compiler = GrammarCompiler(tokenizer, size, [0])
+    object.__setattr__(llm.engine.admission, "grammars", compiler)
+
+
+def step_times(llm: LLM, batch: int, share: float, tokens: int) -> list[float]:
+    """Seconds of each decode step of a batch, of which a share is constrained."""
+    constrained = round(batch * share)
+    common: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
+    engine, times = llm.engine, list[float]()
+    for place in range(batch):
+        rules = {"structured_outputs": {"json": SCHEMA}} if place < constrained else {}
+        prompt = [5 + place % 50, *range(10, 42)]
+        params = SamplingParams(**common, **rules, seed=place)
+        engine.add_request(f"{time.perf_counter()}-{place}", prompt, params)
+    while engine.has_work:
+        began = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - began)
+    return times[4:-4]
+
+
+def rows(args: argparse.Namespace) -> Any:
+    """A row for each share."""
+    drafts = None if args.speculative == "off" else args.speculative
+    llm = LLM(args.model, device=args.device, max_num_seqs=args.batch, speculative=drafts)
+    if llm.tokenizer is None:
+        lend_tokenizer(llm)
+    times: dict[float, list[float]] = {share: [] for share in SHARES}
+    for _ in range(args.rounds):
+        for share in SHARES:
+            times[share] += step_times(llm, args.batch, share, args.tokens)
+    medians = {share: statistics.median(found) for share, found in times.items()}
+    for share, found in times.items():
+        yield {
+            "model": args.model,
+            "batch": args.batch,
+            "speculative": args.speculative,
+            "constrained": share,
+            "step_ms": round(1e3 * medians[share], 3),
+            "step_ms_p99": round(1e3 * sorted(found)[int(0.99 * len(found))], 3),
+            "cost": round(medians[share] / medians[0.0] - 1, 4),
+        }
+
+
+def main() -> None:
+    """Measure, print and save."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--device", default=None)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--speculative", default="off")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    found = print_rows(rows(args))
+    save_rows(args.out, header("decode steps of an engine"), found)
+    worst = max(float(str(row["cost"])) for row in found)
+    print(json.dumps({"cost of grammars": worst}))
+
+
+if __name__ == "__main__":
+    main()
