@@ -9,12 +9,11 @@ from typing import Any, cast
 import torch
 
 from anabranch.compositions.tree import MAX_NODES
-from anabranch.llm.models import Activations
 from anabranch.llm.runner.cache_formats import CacheFormats, parse_cache_formats
 from anabranch.llm.runner.sparse_decode import SparseConfig, sparse_config
 from anabranch.llm.runner.step_layout import Scorer
 
-ACTIVATIONS = tuple(kind.value for kind in Activations)
+ACTIVATIONS = ("int8", "float32")  # the values of models.Activations, which needs transformers
 DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 METHODS = ("ngram", "draft")
 MAX_CHAIN = 32  # drafts that follow each other
