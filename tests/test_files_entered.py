@@ -65,4 +65,4 @@ def test_calls_that_are_launched_again() -> None:
     q, keys = decode_inputs("cuda")
     plan = ab.make_plan(q, keys)
     assert len(entered(lambda: ab.attend(q, keys, plan=plan))) <= 4
-    assert len(entered(lambda: ab.make_plan(q, keys))) <= 4
+    assert len(entered(lambda: ab.make_plan(q, keys))) <= 6

@@ -189,7 +189,7 @@ def check_case(case: Case, seed: int, group: Any, rank: int, num_ranks: int, **g
     mine = own_keys(keys, rank, num_ranks)
     state = attend_across(q, mine, group, **options, **given)
     assert_right(state, q, keys, options)
-    scattered = attend_across(q, mine, group, heads="scattered", **options)
+    scattered = attend_across(q, mine, group, heads="scattered", **options, **given)
     size = q.shape[1] // num_ranks
     for part, right in zip(scattered, state, strict=True):
         assert torch.equal(part, right[:, rank * size : (rank + 1) * size])

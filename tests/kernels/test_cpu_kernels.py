@@ -17,7 +17,15 @@ from torch.nn import functional
 from anabranch import LLM, PagedKV, SamplingParams, append_kv, attend, reference
 from anabranch.kernels.cpu import decode, waiting
 from anabranch.kernels.cpu import native as native_module
-from anabranch.kernels.cpu.linear import pack, packed_linear, rms_norm, silu_gate
+from anabranch.kernels.cpu.linear import (
+    F32,
+    WeightPart,
+    describe,
+    pack,
+    packed_linear,
+    rms_norm,
+    silu_gate,
+)
 from anabranch.kernels.cpu.native import native
 from anabranch.llm.engine import limits
 from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers
@@ -106,7 +114,8 @@ def test_a_key_of_nan_is_no_empty_state(length: int) -> None:
 def test_kernels_may_be_called_by_many_threads() -> None:
     """Each call has its own memory, and each calling thread its own team."""
     x, weight = torch.randn(5, 96), torch.randn(70, 96)
-    packed, norm = pack(weight), torch.randn(96)
+    part = WeightPart(F32, 70, pack(weight))
+    packed, norm = describe([part], 96, float_inputs=True), torch.randn(96)
     keys, starts = paged([70, 40], 16, 2, (32, 32)), torch.tensor([0, 1, 2], dtype=int32)
     q = torch.randn(2, 4, 32)
     tables = [torch.randint(0, len(keys.k), (2, 6), dtype=int32) for _ in range(4)]

@@ -96,6 +96,7 @@ SPILLS = {
         "decode latent, boxes": 640,
         "decode latent, one sequence": 640,
         "decode latent q8_0": 256,
+        "decode fp8, keys one by one": 8,  # Blackwell's way, outside of the loop
         "decode 16 rows of int8": 8,  # 168 registers, for three programs a processor
     },
     # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
@@ -103,7 +104,8 @@ SPILLS = {
     (HOPPER_EXPERTS, "sm_90"): {"256 experts": 32},  # in the producer, once a tile
     (LATENT, "sm_90"): {"": 64},  # at the ends of items, and in the producer
     (ORDER, "sm_90"): {"": 16},
-    (SCHEDULE, "sm_90"): {"packed, fixed parts, dealt out whole": 8},  # one program, once a step
+    # one program, once a step
+    **{(SCHEDULE, x): {"packed, fixed parts, dealt out whole": 8} for x in ("sm_90", "sm_100")},
     **{(ATTEND, target): {"": 1 << 14} for target in ("sm_80", "sm_100", "gfx942")},
     # ptxas spills a little rather than take more than 72 registers
     **{(MERGE_PARTS, target): {"": 16} for target in ("sm_80", "sm_90", "sm_100")},

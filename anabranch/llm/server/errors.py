@@ -117,6 +117,8 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(408, message, code="time_limit", headers=headers)
         case RequestRefused():
             return ApiError(400, str(error))
+        case RequestBroken() if str(error).startswith("GrammarError: "):
+            return ApiError(400, str(error).removeprefix("GrammarError: "), code="grammar")
         case RequestBroken():
             return ApiError(
                 500, f"the engine failed at this request: {error}", code="request_failed"

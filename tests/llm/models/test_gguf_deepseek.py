@@ -12,8 +12,9 @@ transformers = pytest.importorskip("transformers")
 gguf = pytest.importorskip("gguf")
 
 from gguf.quants import quantize  # noqa: E402
+from gguf_files import SIZES, byte_level_vocabulary  # noqa: E402
 from test_engine_models import GROUPS, LATENT  # noqa: E402
-from test_models import SIZES, byte_level_vocabulary, logits_of  # noqa: E402
+from test_models import logits_of  # noqa: E402
 
 from anabranch.llm.engine.llm import LLM  # noqa: E402
 from anabranch.llm.models import load_model  # noqa: E402
