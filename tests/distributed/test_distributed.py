@@ -219,7 +219,7 @@ def decode_and_verify() -> None:
             check_case(case, q_len, None, rank, num_ranks, max_q_len=q_len, check=True)
             q, keys, options = make_inputs(case, q_len)
             mine = own_keys(keys, rank, num_ranks)
-            packed = attend_across(q, mine, **options)
+            packed = attend_across(q, mine, max_q_len=q_len, **options)
             padded = q.unflatten(0, (-1, q_len))
             state = attend_across(padded, mine, window=window, scale=options["scale"])
             for got, right in zip(state, packed, strict=True):
