@@ -75,7 +75,7 @@ check: $(VENV)/.ready
 	$(BIN)/python benchmarks/report --check
 
 test-gpu: $(VENV)/.ready
-	$(BIN)/python tests/gpu_shards.py --out benchmarks/results/gpu-tests.json
+	$(BIN)/python tests/gpu_shards.py --out benchmarks/results/tests/gpu.json
 
 bench: $(VENV)/.ready
 	$(BIN)/anabranch bench merge
