@@ -97,6 +97,7 @@ SPILLS = {
         "decode latent, one sequence": 640,
         "decode latent q8_0": 256,
         "decode fp8, keys one by one": 8,  # Blackwell's way, outside of the loop
+        "decode int8, keys one by one": 8,
         "decode 16 rows of int8": 8,  # 168 registers, for three programs a processor
     },
     # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
