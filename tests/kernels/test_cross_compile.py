@@ -96,8 +96,6 @@ SPILLS = {
         "decode latent, boxes": 640,
         "decode latent, one sequence": 640,
         "decode latent q8_0": 256,
-        "decode fp8, keys one by one": 8,  # Blackwell's way, outside of the loop
-        "decode int8, keys one by one": 8,
         "decode 16 rows of int8": 8,  # 168 registers, for three programs a processor
     },
     # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
@@ -129,7 +127,12 @@ TOGETHER = {
     }
 }
 # Tiles that are never selected there: values that are columns of keys have to be copied.
-UNUSED = {("sm_100", "decode latent, 64 rows")}
+# Hopper loads codes by pairs of keys.
+UNUSED = {
+    ("sm_100", "decode latent, 64 rows"),
+    ("sm_90", "decode fp8, keys one by one"),
+    ("sm_90", "decode int8, keys one by one"),
+}
 # Kernels that are launched while the one ahead ends, on GPUs that can.
 OVERLAPPED = {
     (kernel, target)
