@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from server_models import talking_model
 
+pytest.importorskip("fastapi")
+
 from anabranch.llm.cli.generate import GenerateOptions
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.sampling.params import SamplingParams

@@ -7,15 +7,16 @@ import re
 from functools import cache
 from typing import Any
 
-import jsonschema_rs
 import pytest
 from json_schemas import every_schema
 from server_models import talking_model, tiny_tokenizer
 from tiny_models import tiny
 
-from anabranch.llm.engine.llm import LLM
-from anabranch.llm.grammar.structured_outputs import StructuredOutputs
-from anabranch.llm.sampling.params import SamplingParams
+jsonschema_rs = pytest.importorskip("jsonschema_rs")
+
+from anabranch.llm.engine.llm import LLM  # noqa: E402
+from anabranch.llm.grammar.structured_outputs import StructuredOutputs  # noqa: E402
+from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
 
 DRAFTS: dict[str, Any] = {
     "none": None,
