@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from anabranch import LLM, SamplingParams
-from anabranch.bench.ceilings import Ceilings
-from anabranch.bench.results import make_header
+from anabranch.llm.bench.run_results import make_header
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -123,7 +122,7 @@ def main() -> None:
         del llm
     if given.out:
         device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        header = make_header("equal tokens", device, Ceilings(0.0, 0.0))
+        header = make_header("equal tokens", device)
         given.out.write_text(json.dumps({"header": asdict(header), "rows": rows}, indent=1))
 
 

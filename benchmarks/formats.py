@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from attention_bench.peers.site import add_folder, find_library, has_folder
 from latent import BRAIN, CUDA, Call, check, planned, time_in_turn
 from rows import header, print_rows, save_rows
 
 import anabranch as ab
-from anabranch.bench.peers.site import add_folder, find_library, has_folder
 from anabranch.kernels.config import AttendConfig
 from anabranch.keys.formats import FORMATS, empty_store
 

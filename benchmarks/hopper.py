@@ -22,10 +22,10 @@ from random import Random
 from statistics import median
 
 import torch
+from attention_bench.peers.site import find_library, has_folder
 from rows import header, save_rows
 
 import anabranch as ab
-from anabranch.bench.peers.site import find_library, has_folder
 
 SAMPLE_US = 3000.0
 ROUNDS = 9

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_bench.implementations import UnavailableError
+from attention_bench.peers.flash_attention3 import LIBRARY
+from attention_bench.peers.site import find_library
 from rows import header, print_rows, save_rows
 
 import anabranch as ab
-from anabranch.bench.implementations import UnavailableError
-from anabranch.bench.peers.flash_attention3 import LIBRARY
-from anabranch.bench.peers.site import find_library
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 CASES = {

@@ -20,10 +20,10 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import torch
+from attention_bench.timing import event_us
 from rows import header, save_rows
 
 from anabranch import LatentKV, UpProjection, attend_latent_prompt
-from anabranch.bench.timing import event_us
 from anabranch.compositions.prompt_pieces import PromptLayout, make_prompt_layout
 from anabranch.compositions.prompt_workspace import MIB
 from anabranch.state import AttentionState

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_bench.peers.site import add_folder, import_peer
+from attention_bench.timing import time_graph, time_loop
 
 import anabranch
 from anabranch import AttentionState
-from anabranch.bench.peers.site import add_folder, import_peer
-from anabranch.bench.timing import time_graph, time_loop
 from anabranch.kernels.cuda import compilers
 from anabranch.kernels.cuda.layout import DTYPES
 from anabranch.kernels.cuda.merge import SOURCES, load, load_shortcut

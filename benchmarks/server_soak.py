@@ -238,7 +238,7 @@ def save(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """With the commit, the machine and the versions."""
     import torch
 
-    from anabranch.bench.results import begin_results
+    from anabranch.llm.bench.run_results import begin_results
 
     results = begin_results("server soak", torch.device("cpu"), options)
     results.rows.extend(rows)

