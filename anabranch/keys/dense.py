@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 
 from anabranch.keys.columns import KeyColumns, ScatteredColumns, ViewedColumns, last_positions
-from anabranch.keys.pair import KeysAndValues, check_index, check_pair
-from anabranch.keys.source import Identity, KeyLengths
+from anabranch.keys.source import Identity, KeyLengths, KeysAndValues, check_index, check_pair
 from anabranch.keys.view import KeyView, store_of
 
 

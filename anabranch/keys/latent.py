@@ -9,7 +9,7 @@ import torch
 
 from anabranch.keys.columns import DecodedColumns, KeyColumns
 from anabranch.keys.formats import check_blocks, encoded_store, rows_of
-from anabranch.keys.pages import PagedSource, query_dtype_of
+from anabranch.keys.paged import PagedSource, query_dtype_of
 from anabranch.keys.source import Identity
 from anabranch.keys.view import KeyStore, KeyView
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype

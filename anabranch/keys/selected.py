@@ -13,8 +13,7 @@ from anabranch.keys.dense import DenseKV
 from anabranch.keys.formats import rows_of
 from anabranch.keys.latent import LatentKV
 from anabranch.keys.paged import PagedKV
-from anabranch.keys.pair import check_index
-from anabranch.keys.source import Identity, KeyLengths, KeySource
+from anabranch.keys.source import Identity, KeyLengths, KeySource, check_index
 from anabranch.keys.view import KeyLists, KeyView
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 
