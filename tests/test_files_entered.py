@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -58,6 +59,30 @@ def test_a_plan_and_a_planned_call_in_the_interpreter() -> None:
     files = entered(lambda: ab.attend(q, keys, plan=plan))
     assert "/kernels/triton/tile_loop.py" in files
     assert len(files) <= 23, sorted(files)
+
+
+TINY = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def test_generate_with_drafts_on_a_cpu(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    drafts = {"method": "ngram", "adaptive": False}
+    llm = ab.LLM(f"dummy:{tmp_path}", device="cpu", speculative=drafts)
+    params = ab.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+    files = entered(lambda: llm.generate([[10, 11, 12, 10, 11, 12, 10, 11]], params))
+    assert {"/llm/engine/engine.py", "/llm/speculative/ngram.py"} <= files
+    assert len(files) <= 67, sorted(files)
 
 
 @pytest.mark.gpu

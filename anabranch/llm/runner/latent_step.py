@@ -13,10 +13,9 @@ from anabranch.compositions.prompt_pieces import make_prompt_layout
 from anabranch.compositions.sections import LayerRules
 from anabranch.compositions.up_projection import UpProjection
 from anabranch.keys import LatentKV, RaggedKV
-from anabranch.llm.runner.entry import Entry
-from anabranch.llm.runner.host_lens import HostLens
 from anabranch.llm.runner.kv_cache import LayerCache
-from anabranch.llm.runner.step import Step
+from anabranch.llm.runner.step import Entry, Step
+from anabranch.llm.runner.step_layout import HostLens
 from anabranch.merge import merge
 from anabranch.state import AttentionState
 

@@ -19,18 +19,33 @@ from anabranch.compositions.cascade import (
     make_cascade,
 )
 from anabranch.compositions.prompt_pieces import PromptLayout
-from anabranch.compositions.sections import LayerRules, SectionPlans, attend_section
+from anabranch.compositions.sections import LayerRules, Section, SectionPlans, attend_section
 from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
-from anabranch.kernels.cpu.layer_run import PagedStep
+from anabranch.kernels.cpu.decoder import PagedStep
 from anabranch.keys import KeySource, PagedKV
-from anabranch.llm.runner.entry import Entry
-from anabranch.llm.runner.host_lens import HostLens
 from anabranch.llm.runner.kv_cache import LayerCache
 from anabranch.llm.runner.sparse_decode import SparseDecode
-from anabranch.llm.runner.step_layout import WHOLE
+from anabranch.llm.runner.step_layout import WHOLE, DecodeWay, HostLens
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
 from anabranch.state import AttentionState
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry(Section):
+    """A section, and the way of its sequences."""
+
+    way: DecodeWay = WHOLE  # in layers without a window
+
+    def keys(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> KeySource:
+        """The keys of these sequences, given the step's new ones.
+
+        New keys are read as they are only where the cache holds the same numbers: what a token
+        attends to does not depend on how its prompt was cut into steps.
+        """
+        if self.is_fresh and cache.is_plain:
+            return self.new_keys(k, v)
+        return cache.keys(self.page_table, self.seq_lens)
 
 
 @dataclass(slots=True, eq=False)

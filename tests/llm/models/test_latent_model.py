@@ -25,8 +25,8 @@ from anabranch.llm.models.join import join_projections  # noqa: E402
 from anabranch.llm.models.latent_attention import LatentAttention, use_latent_attention  # noqa: E402
 from anabranch.llm.runner import latent_step  # noqa: E402
 from anabranch.llm.runner.graphs import GraphKey  # noqa: E402
-from anabranch.llm.runner.host_lens import HostLens  # noqa: E402
 from anabranch.llm.runner.model_attention import NAME, register  # noqa: E402
+from anabranch.llm.runner.step_layout import HostLens  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
 
 NAMES = ("deepseek-v2", "deepseek-v3")

@@ -10,9 +10,8 @@ import torch
 from tolerance import assert_close
 
 from anabranch import reference
-from anabranch.llm.runner.entry import Entry
 from anabranch.llm.runner.kv_cache import LayerCache
-from anabranch.llm.runner.step import Step
+from anabranch.llm.runner.step import Entry, Step
 
 PAGE, NUM_HEADS, NUM_KV_HEADS, DIM = 4, 4, 2, 8
 RULES: dict[str, Any] = {"scale": DIM**-0.5, "window": None, "softcap": None, "sinks": None}
