@@ -54,7 +54,6 @@ class ProfiledStats(RecordedStats):
     profiler: profile = field(default_factory=lambda: profile(activities=[ProfilerActivity.CUDA]))
 
     def add_times(self, times: dict[str, float]) -> None:
-        """Of one step."""
         RecordedStats.add_times(self, times)
         if len(self.steps) in PROFILED:
             torch.cuda.synchronize()
@@ -155,7 +154,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="deepseek-v2-lite")
     parser.add_argument("--peer", default="auto", help="a backend of vLLM, auto or none")

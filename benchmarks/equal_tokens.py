@@ -70,7 +70,6 @@ def prompts_for(llm: LLM, num_prompts: int) -> list[list[int]]:
 
 
 def answers(llm: LLM, given: argparse.Namespace, *, one_by_one: bool) -> list[list[int]]:
-    """Tokens for every prompt."""
     prompts = prompts_for(llm, given.prompts)
     params = [
         SamplingParams(
@@ -86,7 +85,6 @@ def answers(llm: LLM, given: argparse.Namespace, *, one_by_one: bool) -> list[li
 
 
 def main() -> None:
-    """Run all settings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default=None)

@@ -48,7 +48,6 @@ class Caches:
         self.q = torch.randn(NUM_SEQS, HEADS, DIM, dtype=BRAIN, device=CUDA)
 
     def keys(self, name: str) -> ab.PagedKV:
-        """Pages in a format."""
         shape = (self.num_pages, PAGE, KV_HEADS, DIM)
         (k, k_scales), (v, v_scales) = (empty_store(name, shape, BRAIN, CUDA) for _ in range(2))
         if name == "fp8_tensor":

@@ -104,7 +104,6 @@ class Inputs:
         self.calls = [(self.queries(), self.keys()) for _ in range(copies)]
 
     def queries(self) -> torch.Tensor:
-        """New queries."""
         return values(sum(self.case.q_lens), self.case.heads[0], self.case.dims[0])
 
     def keys(self) -> ab.PagedKV | ab.RaggedKV:

@@ -34,7 +34,6 @@ UNSET = ("is_causal", "window_size_left", "window_size_right", "softcap", "num_s
 
 
 def host_us(call: Callable[[], object], calls: int = 40, rounds: int = 7) -> float:
-    """Microseconds of one call."""
     for _ in range(5):
         call()
     best = float("inf")
@@ -105,7 +104,6 @@ def measure(name: str, lens: list[int], q_lens: list[int]) -> dict[str, object]:
 
 
 def rows() -> Iterator[dict[str, object]]:
-    """Every case."""
     with torch.inference_mode():
         for name, (lens, q_lens) in CASES.items():
             yield measure(name, lens, q_lens)

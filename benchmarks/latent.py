@@ -51,7 +51,6 @@ class LatentCase:
 
     @property
     def cache_bytes(self) -> int:
-        """That one call reads."""
         return self.num_seqs * self.length * DIM_K * 2
 
 

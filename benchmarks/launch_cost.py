@@ -143,7 +143,6 @@ def into_way() -> Way:
 
 
 def empty_strided_way() -> Way:
-    """What Inductor allocates with."""
     empty_strided = torch._C._dynamo.guards._empty_strided_cuda
     shape, strides = EAGER, (EAGER[1] * EAGER[2], EAGER[2], 1)
     return lambda _a, _b: (

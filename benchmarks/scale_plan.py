@@ -119,7 +119,6 @@ def rest_of_step(seqs: int, keys: int) -> float:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
     lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -192,7 +191,6 @@ def cache_room(shape: Shape, n: int, *, cut_weights: bool) -> float:
 
 
 def room_table() -> str:
-    """How many keys fit."""
     rows: list[list[str]] = []
     for shape in (SMALL, LARGE):
         for name, cut in (("weights cut (TP, PP)", True), ("weights on each GPU (CP)", False)):

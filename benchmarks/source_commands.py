@@ -47,7 +47,6 @@ ENGINE: dict[str, type[EngineOptions]] = {
 
 
 def add_commands(app: typer.Typer) -> None:
-    """All of them."""
     for name, text in ATTENTION.items():
         add_command(app, name, AttentionOptions, partial(_run_attention, name), text)
     for name, options in ENGINE.items():

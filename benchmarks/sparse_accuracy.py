@@ -78,7 +78,6 @@ def measure(options: Options, sparse: dict[str, object] | None) -> list[Next]:
 
 
 def row_of(name: str, keep: int, found: list[Next], dense: list[Next]) -> dict[str, object]:
-    """Agreement and perplexity."""
     same = sum(a.best == b.best for a, b in zip(found, dense, strict=True))
     return {
         "method": name,

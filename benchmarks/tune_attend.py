@@ -94,7 +94,6 @@ def tune(bench: str, case: AttendCase) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Parse, run, print, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bench", choices=("decode", "verify", "prefill"))
     parser.add_argument("--filter", default="table", help="cases whose name or group has this")

@@ -38,7 +38,6 @@ class Phase(NamedTuple):
 
 
 def engine_options(given: argparse.Namespace, phase: Phase, backend: str, folder: Path) -> Any:
-    """What LLM() is given."""
     longest = max(case.prompt for case in phase.cases) + given.tokens + 16
     rows = {case.num_seqs * (phase.num_drafts + 1) for case in phase.cases}
     options: dict[str, Any] = {
@@ -168,7 +167,6 @@ def save(path: Path, rows: Sequence[dict[str, Any]], given: argparse.Namespace) 
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-3.1-8b", help="in anabranch/llm/models/configs")
     parser.add_argument("--draft", default="llama-3.1-8b-draft4", help="NAME@1: its first layer")

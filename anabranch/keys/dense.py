@@ -26,7 +26,6 @@ class DenseKV(KeysAndValues):
         self.identify((self.k, self.v, self.seq_lens))
 
     def check(self) -> None:
-        """Keys, values and lengths."""
         sizes = check_pair(self.k, self.v, "num_seqs max_len")
         if self.seq_lens is not None:
             check_index("seq_lens", self.seq_lens, self.k.device)
@@ -44,7 +43,6 @@ class DenseKV(KeysAndValues):
 
     @property
     def lengths(self) -> KeyLengths:
-        """`seq_lens`, or neither."""
         return KeyLengths(seq_lens=self.seq_lens)
 
     @property

@@ -38,7 +38,6 @@ class PagedSource(KeySource):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the cache."""
         raise NotImplementedError
 
     def stores(self) -> tuple[KeyStore, ...]:
@@ -61,7 +60,6 @@ class PagedSource(KeySource):
 
     @property
     def lengths(self) -> KeyLengths:
-        """`seq_lens`."""
         return KeyLengths(seq_lens=self.seq_lens)
 
     @property
@@ -166,12 +164,10 @@ class PagedKV(KeysAndValues, PagedSource):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the caches."""
         return self.k.shape[0]
 
     @property
     def page_size(self) -> int:
-        """Keys in one page."""
         return self.k.shape[1]
 
     @property
@@ -180,7 +176,6 @@ class PagedKV(KeysAndValues, PagedSource):
         return self.query_dtype or (self.k if self.k.dtype in FLOATS else self.v).dtype
 
     def stores(self) -> tuple[KeyStore, ...]:
-        """Keys and values."""
         if self._is_plain:
             return store_of(self.k), store_of(self.v)
         return (

@@ -50,7 +50,6 @@ class RaggedKV(KeysAndValues):
 
     @property
     def lengths(self) -> KeyLengths:
-        """`cu_seqlens`."""
         return KeyLengths(cu_seqlens=self.cu_seqlens)
 
     @property

@@ -205,7 +205,6 @@ class SelectedKV(KeySource):
     def columns(
         self, seqs: list[int], lens: list[int], k_len: int, starts: torch.Tensor | None
     ) -> KeyColumns:
-        """Copies, key by key."""
         rows, places = torch.tensor(seqs), last_positions(lens, k_len, starts)
         listed = self.indices.reshape(self.num_seqs, -1)[rows].gather(1, places)
         tokens, view = rows // self.lists_per_token, self.keys.view()

@@ -57,12 +57,10 @@ class KeySource:
 
     @property
     def num_seqs(self) -> int:
-        """Sequences in the source."""
         raise NotImplementedError
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of a key."""
         raise NotImplementedError
 
     @property
@@ -186,7 +184,6 @@ class KeysAndValues(KeySource):
 
     @property
     def num_kv_heads(self) -> int:
-        """Heads of a key."""
         return self.k.shape[-2]
 
     @property
@@ -201,7 +198,6 @@ class KeysAndValues(KeySource):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of keys and values."""
         return self.k.dtype
 
     @property

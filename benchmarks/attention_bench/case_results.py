@@ -47,13 +47,11 @@ class Results:
     rows: list[Row]
 
     def save(self, path: Path) -> None:
-        """Write JSON."""
         head = asdict(self.header) | {"ceilings": asdict(self.ceilings)}
         save_rows(path, head, list(map(asdict, self.rows)))
 
     @staticmethod
     def load(path: Path) -> Results:
-        """Read what `save` wrote."""
         content = json.loads(path.read_text())
         head: dict[str, Any] = content["header"]
         ceilings = Ceilings(**head.pop("ceilings"))
@@ -61,7 +59,6 @@ class Results:
 
 
 def blank_row(case: Case, implementation: Implementation, status: Status, note: str = "") -> Row:
-    """A row without times."""
     unit = "TFLOP/s" if case.bench == "prefill" else "GB/s"
     shape = json.loads(json.dumps(asdict(case)))  # as a file gives it back
     names = (implementation.name, implementation.role)

@@ -81,7 +81,6 @@ class AttendCase:
 
     @property
     def num_tokens(self) -> int:
-        """Queries in the batch."""
         return self.num_seqs * self.q_len
 
     @property

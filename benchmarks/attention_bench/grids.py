@@ -97,7 +97,6 @@ def verify_cases() -> list[AttendCase]:
 
 
 def prefill_cases() -> list[AttendCase]:
-    """Whole prompts."""
     table = (
         _prefill(1, 8192, flex=True),
         _prefill(4, 4096),

@@ -26,7 +26,6 @@ class Timing(NamedTuple):
 
     @staticmethod
     def of(samples: Sequence[float]) -> Timing:
-        """Summarise samples in microseconds."""
         middle = median(samples)
         deciles = quantiles(samples, n=10, method="inclusive") if len(samples) > 1 else samples
         return Timing(middle, (deciles[-1] - deciles[0]) / middle)

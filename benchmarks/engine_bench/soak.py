@@ -39,7 +39,6 @@ class Tally:
 
 
 def run_soak(options: SoakOptions, progress: Progress) -> RunResults:
-    """One row."""
     results = begin_results("soak", options.torch_device(), options)
     progress("starting a server", 0, 0)
     with launched(options.model, options, options.timeout) as server:

@@ -45,7 +45,6 @@ class BatchMetadata:
         self._layers.add(id(layer))
 
     def sections(self) -> list[Section]:
-        """Of this pass."""
         tensors = (self.query_start_loc, self.seq_lens, self.block_table)
         if "sections" not in self._shared:
             cut = (cut_section(bounds, *tensors, causal=self.causal) for bounds in self.bounds)

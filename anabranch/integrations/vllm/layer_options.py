@@ -31,7 +31,6 @@ class LayerOptions:
 
     @property
     def rules(self) -> LayerRules:
-        """As `attend_section` takes them."""
         return LayerRules(self.scale, self.window, self.softcap, self.sinks)
 
 

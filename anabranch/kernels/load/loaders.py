@@ -47,7 +47,6 @@ class Loader(NamedTuple):
 
 @constexpr_function
 def key_loader(constants: AttendConstants, boxed: bool) -> Loader:
-    """What loads keys."""
     if boxed:
         return Loader(load_box, load_scales)
     if constants.source.pairs:
@@ -57,7 +56,6 @@ def key_loader(constants: AttendConstants, boxed: bool) -> Loader:
 
 @constexpr_function
 def value_loader(constants: AttendConstants, boxed: bool) -> Loader:
-    """What loads values."""
     if boxed:
         return Loader(load_box, load_scales)
     if constants.source.pairs:

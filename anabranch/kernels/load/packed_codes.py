@@ -155,5 +155,4 @@ def load_value_words(
     SIDE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """A tile of values."""
     return load_words(columns, at, WIDTH, False, SIDE, C)

@@ -98,7 +98,6 @@ def full_batch_ms(outputs: list[RequestOutput], stats: RecordedStats) -> list[fl
 
 
 def summarise_latencies(seconds: list[float]) -> Record:
-    """Average and percentiles."""
     values = np.percentile(seconds, PERCENTILES).tolist()
     percentiles = dict(zip(map(str, PERCENTILES), values, strict=True))
     return {"avg_latency": mean(seconds), "percentiles": percentiles}

@@ -49,12 +49,10 @@ class RunResults:
         return f"{self.header.device}, {self.header.commit}"
 
     def save(self, path: Path) -> None:
-        """Write JSON."""
         save_rows(path, asdict(self.header), self.rows, options=self.options)
 
 
 def begin_results(bench: str, device: torch.device, options: object) -> RunResults:
-    """Results without rows."""
     header = make_header(bench, device)
     given = {k: v for k, v in vars(options).items() if v not in (None, inf) and k not in NOT_KEPT}
     return RunResults(header, given)

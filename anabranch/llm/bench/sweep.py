@@ -34,7 +34,6 @@ class Contender(NamedTuple):
     generate: Callable[[list[list[int]], int], object]  # prompts, and how many tokens follow
 
     def seconds(self, prompt: list[int], num_tokens: int, device: torch.device) -> float:
-        """Of one answer."""
         synchronize(device)
         start = time.perf_counter()
         self.generate([prompt], num_tokens)

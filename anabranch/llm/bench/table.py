@@ -30,7 +30,6 @@ def print_paths(*paths: Path | None) -> None:
 
 
 def print_table(table: Table) -> None:
-    """To standard output."""
     from rich import box
     from rich.console import Console
     from rich.table import Table as RichTable

@@ -41,7 +41,6 @@ class Scheduler:
         self._rows = list(range(max_num_seqs))[::-1]
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence."""
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:

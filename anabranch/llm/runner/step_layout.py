@@ -70,7 +70,6 @@ class StepLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to run."""
         return len(self.ids)
 
     @property

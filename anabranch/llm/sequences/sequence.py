@@ -58,7 +58,6 @@ class Sequence:
 
     @property
     def output(self) -> list[int]:
-        """Tokens after the prompt."""
         return self.tokens[self.prompt_len :]
 
     @property

@@ -70,7 +70,6 @@ def exact_rows(
 
 
 def as_result(state: AttentionState) -> CallResult:
-    """Packed tokens."""
     return CallResult(state.out.flatten(0, -3), state.lse.flatten(0, -2))
 
 

@@ -80,7 +80,6 @@ class ListInputs(NamedTuple):
     lists: list[torch.Tensor]  # int32 [num_seqs, num_heads, kept] or [num_seqs, kept]
 
     def selected(self, sources: list[KeySource]) -> list[SelectedKV]:
-        """Lists over other sources."""
         counts = torch.full_like(self.lists[0][..., 0], self.case.kept)
         try:
             return [SelectedKV(x, y, counts) for x, y in zip(sources, self.lists, strict=True)]

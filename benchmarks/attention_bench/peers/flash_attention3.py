@@ -59,7 +59,6 @@ def attend_paged(inputs: AttendInputs) -> Prepared:
 
 
 def attend_ragged(inputs: AttendInputs) -> Prepared:
-    """Packed keys."""
     calls = [
         _call(inputs, q, x.k, x.v, cu_seqlens_k=x.cu_seqlens)
         for q, x in zip(inputs.queries, inputs.ragged, strict=True)

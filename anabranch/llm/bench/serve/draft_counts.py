@@ -27,7 +27,6 @@ def parse_counts(metrics: str) -> DraftCounts:
 
 
 async def read_counts(endpoint: Endpoint) -> DraftCounts:
-    """The counts now."""
     metrics = await endpoint.get("/metrics")
     return parse_counts(metrics if isinstance(metrics, str) else "")
 

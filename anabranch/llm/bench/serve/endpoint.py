@@ -79,7 +79,6 @@ def check_url(base_url: str) -> httpx.URL:
 
 
 def parse_body(reply: httpx.Response) -> Any:
-    """JSON, or text."""
     try:
         return reply.json()
     except ValueError:

@@ -29,7 +29,6 @@ class Load(NamedTuple):
 
     @property
     def label(self) -> str:
-        """In a few words."""
         parts = [] if self.concurrency is None else [f"concurrency {self.concurrency}"]
         parts += [] if self.rate is None else [f"{self.rate:g} requests/s"]
         return ", ".join(parts) or "all at once"
