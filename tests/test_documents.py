@@ -11,7 +11,6 @@ import pytest
 
 pytest.importorskip("typer")
 
-from engine_bench.source_options import BenchOptions
 from source_commands import ATTENTION, ENGINE, AttentionOptions
 
 import anabranch
