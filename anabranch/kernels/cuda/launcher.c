@@ -17,7 +17,6 @@ enum {
 };
 enum { NUM_FUNCTIONS = NUM_VARIANTS * NUM_TYPES * NUM_TYPES };
 
-
 static struct {
     int (*launch)(const LaunchConfig *, void *function, void **parameters, void **extra);
     int (*get_context)(void **);
