@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -61,26 +60,13 @@ def test_a_plan_and_a_planned_call_in_the_interpreter() -> None:
     assert len(files) <= 23, sorted(files)
 
 
-TINY = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
-
-
-def test_generate_with_drafts_on_a_cpu(tmp_path: Path) -> None:
+def test_generate_with_drafts_on_a_cpu() -> None:
     pytest.importorskip("transformers")
-    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    from tiny_models import GREEDY, source
+
     drafts = {"method": "ngram", "adaptive": False}
-    llm = ab.LLM(f"dummy:{tmp_path}", device="cpu", speculative=drafts)
-    params = ab.SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    files = entered(lambda: llm.generate([[10, 11, 12, 10, 11, 12, 10, 11]], params))
+    llm = ab.LLM(source(), device="cpu", speculative=drafts)
+    files = entered(lambda: llm.generate([[10, 11, 12, 10, 11, 12, 10, 11]], GREEDY))
     assert {"/llm/engine/engine.py", "/llm/speculative/ngram.py"} <= files
     assert len(files) <= 67, sorted(files)
 

@@ -16,6 +16,7 @@ from engine_bench.scorers import run_scorers, scorers_table
 from engine_bench.source_options import CpuOptions, ScorersOptions, TreeOptions
 from engine_bench.tree_drafts import run_tree, tree_table
 from source_commands import ENGINE
+from tiny_models import source
 from typer.testing import CliRunner
 
 from anabranch.llm.bench.bench_options import LatencyOptions, SweepOptions, ThroughputOptions
@@ -31,26 +32,11 @@ from anabranch.llm.cli.profile import place_stages
 from anabranch.llm.cli.step_times import RecordedStats, StepTimes
 from anabranch.llm.engine.outputs import CompletionOutput
 
-SIZES = {
-    "model_type": "llama",
-    "architectures": ["LlamaForCausalLM"],
-    "vocab_size": 300,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-}
-
 
 @pytest.fixture
-def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Options of a tiny model, and ceilings that take no time."""
-    (tmp_path / "config.json").write_text(json.dumps(SIZES))
-    return {"model": f"dummy:{tmp_path}", "device": "cpu"}
+def tiny() -> dict[str, Any]:
+    """Options of a tiny model."""
+    return {"model": source(vocab_size=300, max_position_embeddings=128), "device": "cpu"}
 
 
 def silent(what: str, done: int, of: int) -> None:
