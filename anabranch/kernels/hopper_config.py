@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
-from anabranch.kernels.config import split_head_dim
+from anabranch.kernels.config import power_of_two, split_head_dim
 
 # Key and value head dims that tiles have been chosen and tested for: each is one power of two, or
 # two of them (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64).
@@ -23,10 +25,13 @@ class HopperTiles:
     stages: int  # tiles of K, and of V, under way
     q_in_registers: bool  # the main columns of Q
     out_columns: int = 64  # staged at a time
+    merge_price: int = 4  # cutting costs as much as this many tiles
     consumer_registers: int = 240
     producer_registers: int = 24
 
 
+BLOCK_ROWS = 128  # of a block: two consumers of 64
+MAX_PACK = 64  # heads of a block: the rows of one consumer are whole tokens
 FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
 
 
@@ -49,9 +54,26 @@ def select_tiles(head_dim_k: int, head_dim_v: int, *, few_blocks: bool = False) 
     return HopperTiles(128, 2, q_in_registers=True)
 
 
-def pack_of(group: int) -> int:
-    """Query heads whose rows share a block: the largest power of two in the group, at most 64."""
-    return min(group & -group, 64)
+class Packing(NamedTuple):
+    """Rows of a block: tokens times `pack` heads, of which the first `heads` exist."""
+
+    pack: int  # a power of two
+    heads: int
+
+
+def select_packing(group: int, tokens_per_seq: float) -> Packing:
+    """Heads whose rows share a block: a power of two in the group, or the group and padding.
+
+    Groups of 3, 5 or 7 have no power of two: without padding, few tokens leave most of a block
+    empty, and every head reads the keys anew. What needs fewer blocks is chosen; equally many rows
+    a sequence give the same choice in any batch.
+    """
+    inside, padded = group & -group, power_of_two(group)
+    if inside == padded or padded > MAX_PACK:
+        return Packing(min(inside, MAX_PACK), min(inside, MAX_PACK))
+    blocks_inside = math.ceil(tokens_per_seq * inside / BLOCK_ROWS) * (group // inside)
+    blocks_padded = math.ceil(tokens_per_seq * padded / BLOCK_ROWS)
+    return Packing(padded, group) if blocks_padded < blocks_inside else Packing(inside, inside)
 
 
 def prefetch_assembly(kernel: str, sizes: Sequence[int]) -> str:
@@ -70,6 +92,7 @@ class HopperConstants:
 
     causal: bool
     pack: int  # query heads of one kv head whose rows share a block, a power of two
+    pack_heads: int  # those that exist
     num_packs: int
     packs_per_kv: int
     page_size: int  # 0 for contiguous keys
@@ -81,11 +104,13 @@ class HopperConstants:
     stages: int
     q_in_registers: bool
     out_columns: int
+    merge_price: int
     consumer_registers: int
     producer_registers: int
     num_programs: int
     fixed_parts: bool
     splits: bool  # whether blocks may be cut into parts: whole ones are slower with that code
+    fused: bool  # parts are merged by the consumer that arrives last, not by a launch
     overlap: bool  # launched while the kernel ahead is still ending
 
     @property
@@ -130,7 +155,7 @@ def hopper_constants(
     tiles: HopperTiles,
     *,
     causal: bool,
-    pack: int,
+    packing: Packing,
     num_heads: int,
     num_kv_heads: int,
     page_size: int,
@@ -139,6 +164,7 @@ def hopper_constants(
     num_programs: int,
     fixed_parts: bool = False,
     splits: bool = True,
+    fused: bool = True,
     overlap: bool = False,
 ) -> HopperConstants:
     """Join tiles with the shapes of a call; equal ones are the same object."""
@@ -146,9 +172,10 @@ def hopper_constants(
     assert (dk_main + dk_rest, dv_main + dv_rest) == (head_dim_k, head_dim_v)
     return HopperConstants(
         causal=causal,
-        pack=pack,
-        num_packs=num_heads // pack,
-        packs_per_kv=num_heads // num_kv_heads // pack,
+        pack=packing.pack,
+        pack_heads=packing.heads,
+        num_packs=num_heads // packing.heads,
+        packs_per_kv=num_heads // num_kv_heads // packing.heads,
         page_size=page_size,
         dk_main=dk_main,
         dk_rest=dk_rest,
@@ -157,6 +184,7 @@ def hopper_constants(
         num_programs=num_programs,
         fixed_parts=fixed_parts,
         splits=splits,
+        fused=fused,
         overlap=overlap,
         **asdict(tiles),
     )

@@ -70,6 +70,14 @@ def exp2(x):
 
 
 @gluon.jit
+def reciprocal(x):
+    """1 / x in one instruction, to the last digit but one; 0 for infinity."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def uniform(x):
     """A value that all threads of a warp share, so that ptxas keeps it in a uniform register."""
     return gl.inline_asm_elementwise(

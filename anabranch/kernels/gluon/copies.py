@@ -105,7 +105,7 @@ def produce_queries_keys(q, k, q_descs, boxes, queue, counter_ptr, given, C: gl.
         token = block.q_start + block.first_row // C.pack
         turn = take_turn(counter_ptr)
         if C.frees_queries_early:
-            copy_queries(q, q_descs, taken, token, pack * C.pack, C)
+            copy_queries(q, q_descs, taken, token, pack * C.pack_heads, C)
         for count in range(0, block.num_tiles):
             tile = block.first_tile + block.num_tiles - 1 - count
             pages = tile_pages(tile, block, given, C)
@@ -116,7 +116,7 @@ def produce_queries_keys(q, k, q_descs, boxes, queue, counter_ptr, given, C: gl.
             done += 1
             if count == 0:  # the first copies are under way: time to look for the next item
                 if not C.frees_queries_early:
-                    copy_queries(q, q_descs, taken, token, pack * C.pack, C)
+                    copy_queries(q, q_descs, taken, token, pack * C.pack_heads, C)
                 if taken == 0:
                     bar_arrive(FIRST_KEYS, BOTH_PRODUCERS)
                 ticket = publish_ticket(queue, given.order, turn, taken, C)

@@ -8,6 +8,9 @@ from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels.gluon.boxes import store_refusal, takes_rows
 from anabranch.kernels.gluon.plan import HopperLayout, fill_plan, lay_out
 from anabranch.kernels.hopper_config import HEAD_DIMS, HopperTiles
+from anabranch.kernels.load.arguments import Rows
+from anabranch.kernels.parts.merge_items import merge_items
+from anabranch.kernels.parts.slots import StateRows
 from anabranch.state import AttentionState
 
 __all__ = ["attend", "fill_plan", "lay_out", "prefers", "refusal"]
@@ -37,8 +40,6 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"it has tiles for head dims {known}, got {dims[0]}/{dims[1]}"
     if options.config is not None and not isinstance(options.config, HopperTiles):
         return f"config must be HopperTiles, got {type(options.config).__name__}"
-    if options.fused_merge is False:
-        return "it merges parts without a second launch, got fused_merge=False"
     if view.lists is not None or view.log_weights is not None:
         return f"it copies keys in boxes, got lists of up to {keys.capacity} keys"
     page = view.page_size
@@ -59,6 +60,7 @@ def attend(
     out: AttentionState | None,
 ) -> AttentionState:
     """The state of a call, in `out` if that is given."""
+    from anabranch.kernels.gluon.kernel import OrderedWork
     from anabranch.kernels.gluon.launch import attend as launch
 
     q, state = call.queries.packed, out
@@ -66,8 +68,15 @@ def attend(
         state = new_state(call)
     if q.shape[0]:
         plan = layout.open(room)
-        where = plan.schedule, plan.counters[:1], plan.parts
-        launch(q, call.view, call.rules, state, *where, plan.program)
+        results = StateRows(
+            Rows(state.out, *state.out.stride()),
+            Rows(state.lse, *state.lse.stride(), 0),
+            plan.parts,
+        )
+        work = OrderedWork(plan.schedule, plan.counters[:1])
+        launch(q, call.view, call.rules, results, work, plan.program)
+        if not plan.program.fused:
+            merge_items(results, plan.schedule, layout.slots, plan.program)
     if out is None or state is out:
         return state
     out.out.copy_(state.out)

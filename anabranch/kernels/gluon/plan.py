@@ -11,7 +11,7 @@ from anabranch.kernels.hopper_config import (
     HopperConstants,
     HopperTiles,
     hopper_constants,
-    pack_of,
+    select_packing,
     select_tiles,
 )
 from anabranch.kernels.parts.parts_layout import PartsLayout, lay_out_parts
@@ -45,18 +45,24 @@ def fill_plan(call: AttendCall, layout: HopperLayout, room: torch.Tensor) -> Non
 def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants:
     q, keys, rules, view = call.queries.packed, call.keys, call.rules, call.view
     num_tokens, num_heads, head_dim_k = q.shape
-    pack = pack_of(num_heads // keys.num_kv_heads)
-    blocks = max(num_tokens * pack // BLOCK_M.value, keys.num_seqs) * num_heads // pack
+    group = num_heads // keys.num_kv_heads
+    tokens_per_seq = num_tokens / max(keys.num_seqs, 1)
+    if options.rows_per_seq is not None:
+        tokens_per_seq = options.rows_per_seq / group
+    packing = select_packing(group, tokens_per_seq)
+    num_packs = num_heads // packing.heads
+    blocks = max(num_tokens * packing.pack // BLOCK_M.value, keys.num_seqs) * num_packs
     # Tiles that depended on the number of sequences would not be batch-invariant.
     few_blocks = blocks <= FEW_BLOCKS and not options.batch_invariant
     tiles = options.config or select_tiles(head_dim_k, keys.head_dim_v, few_blocks=few_blocks)
     assert isinstance(tiles, HopperTiles)
     programs = num_sms(q.device)
-    splits = may_split(keys.num_seqs, num_tokens, num_heads // pack, pack, programs)
+    splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs)
+    fused = not few_blocks if options.fused_merge is None else options.fused_merge
     return hopper_constants(
         tiles,
         causal=rules.in_order,
-        pack=pack,
+        packing=packing,
         num_heads=num_heads,
         num_kv_heads=keys.num_kv_heads,
         page_size=0 if view.page_table is None else view.page_size,
@@ -65,5 +71,6 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
         num_programs=programs,
         fixed_parts=options.batch_invariant,
         splits=splits or options.batch_invariant,  # one program, or bits would differ
+        fused=fused or not (splits or options.batch_invariant),
         overlap=has_overlap(q.device),
     )

@@ -17,9 +17,9 @@ from anabranch.kernels.gluon.barriers import (
     carry_weights,
     exp2,
     hidden_zero,
+    reciprocal,
 )
 from anabranch.kernels.gluon.operands import FullTiles, Running
-from anabranch.kernels.softmax.logits import capped
 from anabranch.kernels.softmax.masks import visible
 from anabranch.kernels.softmax.online_softmax import LOG2_E, pivot_of
 
@@ -99,10 +99,17 @@ def logits_of(scores, tile, full, sight, rules, C: gl.constexpr):
 
 
 @gluon.jit
+def capped(scores, scale, softcap):
+    """Logits in base 2, softcap * tanh(scores * scale / softcap): two special functions a score."""
+    cap = softcap * LOG2_E
+    return cap - 2.0 * cap * reciprocal(exp2(scores * (2.0 * scale / softcap)) + 1.0)
+
+
+@gluon.jit
 def base2_scale(rules):
     """From what `logits_of` returns to logits in base 2."""
     if rules.softcap is not None:
-        return LOG2_E
+        return 1.0
     else:
         return rules.scale
 
@@ -125,9 +132,11 @@ def attend_tile(
     bar_arrive(K_FREE + slot, BOTH_AND_PRODUCER)
     scores = logits_of(scores, tile, full, sight, rules, C)
     scale = base2_scale(rules)
-    peak = gl.maximum(state.peak, gl.max(scores, 1))
-    pivot = pivot_of(peak * scale)
-    alpha = exp2(state.peak * scale - pivot)
+    # Peaks are carried in base 2: the product of one would be fused into the difference below, and
+    # alpha would not be 1 where the peak stays, an error that grows with the number of tiles.
+    peak = gl.maximum(state.peak, gl.max(scores, 1) * scale)
+    pivot = pivot_of(peak)
+    alpha = exp2(state.peak - pivot)
     weights = exp2(scores * scale - pivot[:, None])
     kept = gl.convert_layout(alpha, gl.SliceLayout(1, state.total.type.layout), assert_trivial=True)
     total = state.total * kept[:, None] + thread_sums(weights, C)
@@ -157,6 +166,6 @@ def first_weights(q, q_main, k, done, tile, sight, rules, C: gl.constexpr, WG: g
     bar_arrive(K_FREE + slot, BOTH_AND_PRODUCER)
     scores = logits_of(scores, tile, FullTiles(0, 0), sight, rules, C)
     scale = base2_scale(rules)
-    peak = gl.max(scores, 1)
-    weights = exp2(scores * scale - pivot_of(peak * scale)[:, None])
+    peak = gl.max(scores, 1) * scale
+    weights = exp2(scores * scale - pivot_of(peak)[:, None])
     return weights, peak

@@ -27,10 +27,9 @@ from anabranch.kernels.schedule.cut_blocks import (
 from anabranch.kernels.schedule.items import HEADER, ITEM
 from anabranch.launches.recorder import launch
 
-BLOCK_M: tl.constexpr = tl.constexpr(128)  # rows of a block: two consumers of 64
+BLOCK_M: tl.constexpr = tl.constexpr(hopper_config.BLOCK_ROWS)
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
-MERGE_PRICE: tl.constexpr = tl.constexpr(4)  # cutting costs as much as this many tiles
 FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
 # its block would have more than `most_fixed_parts`
 CACHE_BYTES: tl.constexpr = tl.constexpr(hopper_config.CACHE_BYTES)
@@ -61,10 +60,10 @@ def num_slots(num_seqs: int, num_tokens: int, capacity: int, constants: HopperCo
 
 
 def order_size(num_seqs: int, num_tokens: int, slots: int, constants: HopperConstants) -> int:
-    """Integers in the buffer: header, items, blocks, first block of each sequence, counts."""
+    """Integers in the buffer: header, items, blocks, sequences, counts, who waits in a slot."""
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
     items = blocks + slots
-    return HEADER.value + (items + blocks) * ITEM.value + num_seqs + 1 + LEVELS.value
+    return HEADER.value + (items + blocks) * ITEM.value + num_seqs + 1 + LEVELS.value + slots
 
 
 def order(
@@ -125,7 +124,7 @@ def choose_limit(blocks_ptr, num_blocks, most, total, slots, C: tl.constexpr):
         num_cut += tl.sum(tl.where(parts > 1, parts, 0), 0)
     rounds = tl.cdiv(num_items * C.num_packs, C.num_programs)
     time = tl.maximum(limits, rounds * total // tl.maximum(num_items, 1))
-    time += tl.where(cuts > 1, MERGE_PRICE, 0)
+    time += tl.where(cuts > 1, C.merge_price, 0)
     time = tl.where((num_cut <= slots) | (cuts == 1), time, 2147483647)
     return tl.cdiv(most, tl.argmin(time, 0) + 1)
 
@@ -138,7 +137,7 @@ def level_of(num_tiles, most):
 
 @triton.jit(do_not_specialize=[*SIZES, "slots"])
 def order_kernel(
-    order_ptr,  # header, items, blocks, sequences, counts
+    order_ptr,  # header, items, blocks, first block of each sequence, counts, cut blocks
     counters_ptr,  # [num_counters]
     cu_seqlens_q_ptr,  # these are Lengths
     seq_lens_ptr,
@@ -167,8 +166,11 @@ def order_kernel(
     blocks_ptr = items_ptr + (max_blocks + slots) * ITEM
     seqs_ptr = blocks_ptr + max_blocks * ITEM
     counts_ptr = seqs_ptr + num_seqs + 1
+    cut_ptr = counts_ptr + LEVELS
     lanes = tl.arange(0, CHUNK)
     clear(counters_ptr, num_counters)
+    if not C.fused:
+        clear(cut_ptr, slots, -1)
 
     num_blocks = 0  # before each sequence
     num_keys = 0.0  # that several blocks read
@@ -205,7 +207,7 @@ def order_kernel(
         limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, C)
     longest = tl.minimum(limit, most)
     num_items = count_levels(blocks_ptr, counts_ptr, num_blocks, limit, longest, C, CHUNK)
-    write_items(items_ptr, blocks_ptr, counts_ptr, num_blocks, limit, longest, C, CHUNK)
+    write_items(items_ptr, blocks_ptr, counts_ptr, cut_ptr, num_blocks, limit, longest, C, CHUNK)
     tl.store(order_ptr, num_items)
     tl.store(order_ptr + 1, section_of(num_keys, C))
     orphans, _ = query_range(num_seqs, lengths)
@@ -243,6 +245,7 @@ def write_items(
     items_ptr,
     blocks_ptr,
     counts_ptr,
+    cut_ptr,
     num_blocks,
     limit,
     longest,
@@ -264,6 +267,8 @@ def write_items(
         slot = first_slot + tl.cumsum(taken) - taken
         first_slot += tl.sum(taken)
         place = tl.atomic_add(counts_ptr + level_of(size, longest), parts, inside)
+        if not C.fused:
+            tl.store(cut_ptr + slot, place, taken > 0)
         most_parts = tl.max(tl.where(inside, parts, 0))
         for part in range(0, most_parts):
             kept = inside & (part < parts)
