@@ -32,21 +32,26 @@ class HopperTiles:
 
 BLOCK_ROWS = 128  # of a block: two consumers of 64
 MAX_PACK = 64  # heads of a block: the rows of one consumer are whole tokens
-FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
+FEW_BLOCKS = 132  # with their heads: as many as an H200 has processors
+FEW_KEYS = 256  # that the rows of a block see: two wide tiles
+APART_KEYS = 1024  # of a sequence at least, where parts of few blocks are merged by a launch
 
 
-def select_tiles(head_dim_k: int, head_dim_v: int, *, few_blocks: bool = False) -> HopperTiles:
+def select_tiles(
+    head_dim_k: int, head_dim_v: int, *, few_blocks: bool = False, few_keys: bool = False
+) -> HopperTiles:
     """Tiles whose accumulators and scores fit into 240 registers a thread.
 
     Microseconds of trial runs on an H200, bfloat16, 1 x 8192 unless said otherwise. The accumulator
     is rescaled at the end of the loop: 32/8 heads of 128, 863 against 878 while the scores run.
     `few_blocks` are cut into parts, which begin sooner in small tiles. 32 queries, 8 x 4096: 49.2
     against 50.7; 8 queries, 8 x 1024: 17.3 against 19.4; 32/1 heads, 32 x 8192: 42.1 against 43.1.
-    Many blocks lose by them: 8 queries, 64 x 4096: 291 against 270.
+    Many blocks lose by them: 8 queries, 64 x 4096: 291 against 270. Blocks that see `few_keys` end
+    sooner: 32 x 128 30.6 against 36.2; 8192 tokens, 64/8 heads of 64, window 128: 111 against 166.
     """
     if head_dim_k > 192 or head_dim_v > 128:
         return HopperTiles(64, 2, q_in_registers=False)
-    if few_blocks and head_dim_k <= 128:
+    if (few_blocks or few_keys) and head_dim_k <= 128:
         return HopperTiles(64, 3, q_in_registers=True)
     if head_dim_k <= 64:  # 8 x 1024, 64/16 heads: 212 against 216 with two stages
         return HopperTiles(128, 3, q_in_registers=True)
@@ -61,19 +66,21 @@ class Packing(NamedTuple):
     heads: int
 
 
-def select_packing(group: int, tokens_per_seq: float) -> Packing:
+def select_packing(group: int, tokens_per_seq: float, num_decodes: int = 0) -> Packing:
     """Heads whose rows share a block: a power of two in the group, or the group and padding.
 
     Groups of 3, 5 or 7 have no power of two: without padding, few tokens leave most of a block
     empty, and every head reads the keys anew. What needs fewer blocks is chosen; equally many rows
-    a sequence give the same choice in any batch.
+    a sequence give the same choice in any batch. Beside `num_decodes` sequences of one token, whose
+    time is that of reading keys, padding may cost a quarter more blocks.
     """
     inside, padded = group & -group, power_of_two(group)
     if inside == padded or padded > MAX_PACK:
         return Packing(min(inside, MAX_PACK), min(inside, MAX_PACK))
-    blocks_inside = math.ceil(tokens_per_seq * inside / BLOCK_ROWS) * (group // inside)
-    blocks_padded = math.ceil(tokens_per_seq * padded / BLOCK_ROWS)
-    return Packing(padded, group) if blocks_padded < blocks_inside else Packing(inside, inside)
+    blocks_inside = math.ceil(tokens_per_seq * inside / BLOCK_ROWS) + num_decodes
+    blocks_padded = math.ceil(tokens_per_seq * padded / BLOCK_ROWS) + num_decodes
+    most = blocks_inside * (group // inside) * (1.25 if num_decodes else 1)
+    return Packing(padded, group) if blocks_padded < most else Packing(inside, inside)
 
 
 def prefetch_assembly(kernel: str, sizes: Sequence[int]) -> str:

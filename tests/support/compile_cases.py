@@ -36,9 +36,9 @@ from triton import knobs
 
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
 from anabranch.kernels.constants import AttendProgram, attend_program
+from anabranch.kernels.gluon.kernel import OrderedWork
 from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
 from anabranch.kernels.gluon.latent_kernel import attend_latent
-from anabranch.kernels.gluon.kernel import OrderedWork
 from anabranch.kernels.gluon.launch import attend as gluon_attend
 from anabranch.kernels.hopper_config import Packing, hopper_constants, select_packing, select_tiles
 from anabranch.kernels.layers import hopper_experts

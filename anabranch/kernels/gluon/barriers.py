@@ -70,10 +70,14 @@ def exp2(x):
 
 
 @gluon.jit
-def reciprocal(x):
-    """1 / x in one instruction, to the last digit but one; 0 for infinity."""
+def tanh(x):
+    """tanh(x) in one instruction, with an error of at most 2^-11 of it.
+
+    That is what a 16-bit logit would be rounded by. 1 - 2 / (e^2x + 1) needs two more: a prompt of
+    4096 tokens with 16/8 heads of 256 on an H200, 265 us against 211 without a softcap.
+    """
     return gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
     )
 
 

@@ -17,11 +17,11 @@ from anabranch.kernels.gluon.barriers import (
     carry_weights,
     exp2,
     hidden_zero,
-    reciprocal,
+    tanh,
 )
 from anabranch.kernels.gluon.operands import FullTiles, Running
 from anabranch.kernels.softmax.masks import visible
-from anabranch.kernels.softmax.online_softmax import LOG2_E, pivot_of
+from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, pivot_of
 
 
 @gluon.jit
@@ -87,29 +87,22 @@ def masked(scores, tile, sight, window, C: gl.constexpr):
 
 @gluon.jit
 def logits_of(scores, tile, full, sight, rules, C: gl.constexpr):
-    """Scores after softcap and mask; `base2_scale` turns them into logits in base 2.
+    """Scores after mask, and tanh of a softcap; `base2_scale` turns them into logits in base 2.
 
     All rows see all keys of the tiles [full.start, full.stop).
     """
     if rules.softcap is not None:
-        scores = capped(scores, rules.scale, rules.softcap)
+        scores = tanh(scores * (rules.scale * LN_2 / rules.softcap))
     if (tile < full.start) | (tile >= full.stop):
         scores = masked(scores, tile, sight, rules.window, C)
     return scores
 
 
 @gluon.jit
-def capped(scores, scale, softcap):
-    """Logits in base 2, softcap * tanh(scores * scale / softcap): two special functions a score."""
-    cap = softcap * LOG2_E
-    return cap - 2.0 * cap * reciprocal(exp2(scores * (2.0 * scale / softcap)) + 1.0)
-
-
-@gluon.jit
 def base2_scale(rules):
     """From what `logits_of` returns to logits in base 2."""
     if rules.softcap is not None:
-        return 1.0
+        return rules.softcap * LOG2_E
     else:
         return rules.scale
 

@@ -9,29 +9,31 @@ from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.hopper_config import HopperConstants
-from anabranch.kernels.load.arguments import Rows
 from anabranch.kernels.parts.join import merge_slots
 from anabranch.kernels.parts.slots import StateRows
 from anabranch.kernels.schedule.items import read_item, read_part
+from anabranch.kernels.schedule.order import most_cut
 from anabranch.kernels.schedule.walk import Item
 from anabranch.kernels.softmax.online_softmax import empty_state
 from anabranch.launches.recorder import launch
 
 BLOCK_ROWS = 128  # of a slot
-MERGE_ROWS = 4  # of a program
-MERGE_BATCH = 16  # parts loaded at a time
+MERGE_ROWS = 8  # of a program
+MERGE_BATCH = 8  # parts loaded at a time
 
 
 def merge_items(
     results: StateRows, order: torch.Tensor, slots: int, constants: HopperConstants
 ) -> None:
     """Write the merge of the parts that a launch of attention has left."""
+    num_cut = most_cut(slots)
+    most_rows = min(results.out.ptr.shape[0] * constants.pack, BLOCK_ROWS)
     launch(
         merge_items_kernel,
-        (slots, constants.num_packs, BLOCK_ROWS // MERGE_ROWS),
+        (-(-most_rows // MERGE_ROWS), constants.num_packs, num_cut),
         results,
         order,
-        order[-slots:],
+        order[-num_cut:],
         constants,
         MERGE_ROWS,
         MERGE_BATCH,
@@ -45,7 +47,7 @@ def merge_items(
 def merge_items_kernel(
     results,  # StateRows
     order_ptr,  # as order.py lays it out
-    cut_ptr,  # [slots] the first item of the block whose parts wait from here on, or -1
+    cut_ptr,  # [most_cut] the first item of each block that is cut, or -1
     C: tl.constexpr,  # HopperConstants
     ROWS: tl.constexpr,
     BATCH: tl.constexpr,
@@ -55,11 +57,11 @@ def merge_items_kernel(
     if C.overlap:
         gdc_wait()
     WIDTH: tl.constexpr = C.dv_main + C.dv_rest
-    first = tl.load(cut_ptr + tl.program_id(0))
+    first = tl.load(cut_ptr + tl.program_id(2))
     if first >= 0:
         block = read_item(order_ptr, first)
         _, num_parts, first_slot = read_part(order_ptr, first)
-        row = tl.program_id(2) * ROWS
+        row = tl.program_id(0) * ROWS
         left = tl.minimum(block.q_len * C.pack - block.first_row, 128)
         if row < left:
             item = Item(block, tl.program_id(1), 0, 0, 0, 1, num_parts, 0, first_slot)

@@ -59,11 +59,18 @@ def num_slots(num_seqs: int, num_tokens: int, capacity: int, constants: HopperCo
     return short * min(parts, constants.most_fixed_parts)
 
 
+def most_cut(slots: int) -> int:
+    """Blocks that can be cut: each has two parts at least."""
+    return max(slots // 2, 1)
+
+
 def order_size(num_seqs: int, num_tokens: int, slots: int, constants: HopperConstants) -> int:
-    """Integers in the buffer: header, items, blocks, sequences, counts, who waits in a slot."""
+    """Integers in the buffer: header, items, blocks, sequences, counts, cut blocks."""
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
     items = blocks + slots
-    return HEADER.value + (items + blocks) * ITEM.value + num_seqs + 1 + LEVELS.value + slots
+    return (
+        HEADER.value + (items + blocks) * ITEM.value + num_seqs + 1 + LEVELS.value + most_cut(slots)
+    )
 
 
 def order(
@@ -170,7 +177,7 @@ def order_kernel(
     lanes = tl.arange(0, CHUNK)
     clear(counters_ptr, num_counters)
     if not C.fused:
-        clear(cut_ptr, slots, -1)
+        clear(cut_ptr, tl.maximum(slots // 2, 1), -1)
 
     num_blocks = 0  # before each sequence
     num_keys = 0.0  # that several blocks read
@@ -254,6 +261,7 @@ def write_items(
 ):
     """Write the parts of all blocks, the longest first."""
     first_slot = 0
+    num_cut = 0  # blocks
     for start in range(0, num_blocks, CHUNK):
         blocks = start + tl.arange(0, CHUNK)
         inside = blocks < num_blocks
@@ -268,7 +276,9 @@ def write_items(
         first_slot += tl.sum(taken)
         place = tl.atomic_add(counts_ptr + level_of(size, longest), parts, inside)
         if not C.fused:
-            tl.store(cut_ptr + slot, place, taken > 0)
+            cut = tl.where(taken > 0, 1, 0)
+            tl.store(cut_ptr + num_cut + tl.cumsum(cut) - cut, place, taken > 0)
+            num_cut += tl.sum(cut)
         most_parts = tl.max(tl.where(inside, parts, 0))
         for part in range(0, most_parts):
             kept = inside & (part < parts)
