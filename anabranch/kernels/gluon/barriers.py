@@ -90,6 +90,27 @@ def uniform(x):
 
 
 @gluon.jit
+def lane():
+    """The number of a thread in its warp: a scalar that differs from thread to thread."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def of_lane(x, LANE: gl.constexpr):
+    """The value of one thread of the warp, for all of them."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+        "=r,r,n",
+        [x, LANE],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@gluon.jit
 def hidden_zero(count):
     """0 at run time: an index that LLVM cannot fold.
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_overlap, num_sms
 from anabranch.kernels.hopper_config import (
+    APART_BLOCKS,
     APART_KEYS,
     FEW_BLOCKS,
     FEW_KEYS,
     HopperConstants,
     HopperTiles,
     hopper_constants,
+    merge_price,
     select_packing,
     select_tiles,
 )
@@ -70,7 +74,8 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     q, keys, rules, view = call.queries.packed, call.keys, call.rules, call.view
     num_tokens, num_heads, head_dim_k = q.shape
     group = num_heads // keys.num_kv_heads
-    packing = select_packing(group, *guess_tokens(call, options))
+    tokens_per_seq, num_decodes = guess_tokens(call, options)
+    packing = select_packing(group, tokens_per_seq, num_decodes)
     num_packs = num_heads // packing.heads
     blocks = max(num_tokens * packing.pack // BLOCK_M.value, keys.num_seqs) * num_packs
     # Tiles that depended on the number of sequences would not be batch-invariant.
@@ -82,7 +87,10 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     assert isinstance(tiles, HopperTiles)
     programs = num_sms(q.device)
     splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs)
-    apart = few_blocks and keys.capacity >= APART_KEYS
+    if options.config is None and not options.batch_invariant:
+        price = merge_price(tiles.block_n, tokens_per_seq * packing.pack)
+        tiles = replace(tiles, merge_price=price)
+    apart = blocks <= APART_BLOCKS and keys.capacity >= APART_KEYS and not options.batch_invariant
     fused = not apart if options.fused_merge is None else options.fused_merge
     return hopper_constants(
         tiles,
