@@ -33,9 +33,10 @@ class HopperTiles:
 BLOCK_ROWS = 128  # of a block: two consumers of 64
 MAX_PACK = 64  # heads of a block: the rows of one consumer are whole tokens
 FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
-APART_BLOCKS = 132  # so many and fewer are merged by a launch of its own, if they are long
 FEW_KEYS = 256  # that the rows of a block see: two wide tiles
-APART_KEYS = 1024  # of a sequence at least, where parts of few blocks are merged by a launch
+FEW_ROWS = 64  # of a sequence
+APART_KEYS = 1024  # of a sequence at least, where parts of few blocks are merged by a launch: that
+# takes 4 us though nothing is cut, and saves 7 of 28 for 5 tokens, 64/8 heads, 1 x 8192
 
 
 def select_tiles(
@@ -45,14 +46,14 @@ def select_tiles(
 
     Microseconds of trial runs on an H200, bfloat16, 1 x 8192 unless said otherwise. The accumulator
     is rescaled at the end of the loop: 32/8 heads of 128, 863 against 878 while the scores run.
-    `few_blocks` are cut into parts, which begin sooner in small tiles. 32 queries, 8 x 4096: 49.2
+    `few_blocks` of few rows are cut into parts, which begin sooner in small tiles. 32 queries, 8 x 4096: 49.2
     against 50.7; 8 queries, 8 x 1024: 17.3 against 19.4; 32/1 heads, 32 x 8192: 42.1 against 43.1.
     Many blocks lose by them: 8 queries, 64 x 4096: 291 against 270. Blocks that see `few_keys` end
     sooner: 32 x 128 30.6 against 36.2; 8192 tokens, 64/8 heads of 64, window 128: 111 against 166.
     """
     if head_dim_k > 192 or head_dim_v > 128:
         return HopperTiles(64, 2, q_in_registers=False)
-    if (few_blocks or few_keys) and head_dim_k <= 128:
+    if head_dim_k <= 128 and (few_keys or (few_blocks and head_dim_k > 64)):
         return HopperTiles(64, 3, q_in_registers=True)
     if head_dim_k <= 64:  # 8 x 1024, 64/16 heads: 212 against 216 with two stages
         return HopperTiles(128, 3, q_in_registers=True)
@@ -88,13 +89,14 @@ def select_packing(group: int, tokens_per_seq: float, num_decodes: int = 0) -> P
     return Packing(padded, group) if blocks_padded < most else Packing(inside, inside)
 
 
-def merge_price(block_n: int, rows: float) -> int:
+def merge_price(tiles: HopperTiles, head_dims: int, rows: float) -> int:
     """Tiles that cutting blocks of so many rows costs: parts are written, read and merged.
 
     256 tokens at 2304 keys, 32/8 heads of 128: 33.6 us uncut, 37 in two parts, which save 11.
+    Prices are in tiles of 128 keys and heads of 128, of which one takes about 1.2 us.
     """
     price = 4 if rows <= BLOCK_ROWS // 4 else 6 if rows <= BLOCK_ROWS // 2 else 10
-    return price if block_n > 64 else price * 3 // 2
+    return round(price * (1 + 128 * 256 / (tiles.block_n * head_dims)) / 2)
 
 
 def prefetch_assembly(kernel: str, sizes: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from anabranch.state import AttentionState
 __all__ = ["attend", "fill_plan", "lay_out", "prefers", "refusal"]
 MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's loads
 MIN_WIDE_ROWS = 16  # the same for heads of more than 128
-MIN_ROWS = 32  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
+MIN_ROWS = 24  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
 
 
 def prefers(call: AttendCall, options: PlanOptions) -> bool:
@@ -24,7 +24,8 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
 
     H200, 32/8 heads of 128, us here and in Triton: 8 queries (32 rows), 1 x 32768 46.5 and 47.5,
     8 x 8192 73.2 and 79.0; 4 queries, 64/8 heads, 16 x 8192 131 and 147; 16 queries, 8 x 8192 77.2
-    and 91.8. But 3 queries, 64/8 heads (24 rows), 8 x 259 10.4 and 10.0.
+    and 91.8; 6 queries (24 rows), 4 x 16384 72.1 and 77.5, 12 queries, 32/16 heads, 37 x 115 22.5
+    and 24.8. But 3 queries, 64/8 heads, 8 x 259 10.4 and 10.0.
     Heads of 256: 12 queries, 8/4 heads (24 rows), 3 x 844 to 2228: 25.6 and 33.1.
     Tokens that do not divide evenly among sequences are taken for prompts beside decodes: there the
     average says nothing. 512 tokens at 4608 keys beside 128 decodes at 2048: 301 and 512.

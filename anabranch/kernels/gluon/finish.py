@@ -39,11 +39,13 @@ def finish_item(acc, total, peak, ticket, staging, given, C: gl.constexpr, WG: g
         owned = owned & (block.q_start < gl.load(given.order + 2))
         head = pack * C.pack_heads + rows % C.pack
         sinks = gl.load(sinks_ptr + head, owned, other=-float("inf"))
-        sinks = sinks.to(gl.float32) * LOG2_E
-        pivot = pivot_of(gl.maximum(peak, sinks))
+        sinks = sinks.to(gl.float32)
+        pivot = pivot_of(gl.maximum(peak, sinks * LOG2_E))
         factor = gl.exp2(peak - pivot)
-        total = total * factor + gl.exp2(sinks - pivot)
+        total = total * factor + gl.exp2(sinks * LOG2_E - pivot)
     lse = (pivot + gl.log2(total)) * LN_2
+    if sinks_ptr is not None:  # (0, sink) where no key was seen, to the last bit
+        lse = gl.where(peak == -float("inf"), sinks, lse)
     out = scaled_rows(acc, factor / gl.where(total == 0.0, 1.0, total), C)
     if (not C.splits) or num_parts == 1:
         write_out(out, lse, rows, num_rows, ended, staging, given.results, C, WG)

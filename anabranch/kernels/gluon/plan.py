@@ -9,10 +9,10 @@ import torch
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_overlap, num_sms
 from anabranch.kernels.hopper_config import (
-    APART_BLOCKS,
     APART_KEYS,
     FEW_BLOCKS,
     FEW_KEYS,
+    FEW_ROWS,
     HopperConstants,
     HopperTiles,
     hopper_constants,
@@ -79,7 +79,8 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     num_packs = num_heads // packing.heads
     blocks = max(num_tokens * packing.pack // BLOCK_M.value, keys.num_seqs) * num_packs
     # Tiles that depended on the number of sequences would not be batch-invariant.
-    few_blocks = blocks <= FEW_BLOCKS and not options.batch_invariant
+    few_rows = tokens_per_seq * packing.pack <= FEW_ROWS and not options.batch_invariant
+    few_blocks = blocks <= FEW_BLOCKS and few_rows
     few_keys = keys_of_block(call, packing.pack) <= FEW_KEYS and not options.batch_invariant
     tiles = options.config or select_tiles(
         head_dim_k, keys.head_dim_v, few_blocks=few_blocks, few_keys=few_keys
@@ -88,9 +89,10 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     programs = num_sms(q.device)
     splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs)
     if options.config is None and not options.batch_invariant:
-        price = merge_price(tiles.block_n, tokens_per_seq * packing.pack)
+        head_dims = head_dim_k + keys.head_dim_v
+        price = merge_price(tiles, head_dims, tokens_per_seq * packing.pack)
         tiles = replace(tiles, merge_price=price)
-    apart = blocks <= APART_BLOCKS and keys.capacity >= APART_KEYS and not options.batch_invariant
+    apart = few_blocks and keys.capacity >= APART_KEYS
     fused = not apart if options.fused_merge is None else options.fused_merge
     return hopper_constants(
         tiles,
