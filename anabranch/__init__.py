@@ -99,7 +99,9 @@ def __getattr__(name: str) -> Any:
     """Names are imported when asked for: the command line needs no torch to print its help."""
     if name not in _MODULES:
         raise AttributeError(f"module 'anabranch' has no attribute {name!r}")
-    return getattr(import_module(f"anabranch.{_MODULES[name]}"), name)
+    value = getattr(import_module(f"anabranch.{_MODULES[name]}"), name)
+    setattr(sys.modules[__name__], name, value)  # found without this function from now on
+    return value
 
 
 def __dir__() -> list[str]:

@@ -8,17 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anabranch.call import AttendCall
+from anabranch.call import AttendCall, check_packing, pack_queries
 from anabranch.call_checks import check_call, check_out, check_sinks
 from anabranch.keys import KeySource
-from anabranch.launches.allocation import allocate
-from anabranch.launches.call_kinds import Kinds, are_apart, describe
+from anabranch.launches.call_kinds import Kinds, allocate, are_apart, describe
 from anabranch.launches.recorder import PreparedLaunches, prepare, record
 from anabranch.merge import merge
 from anabranch.plan import Plan, PlanKind, make_plan, plan_call
 from anabranch.prior import pack_prior
 from anabranch.producers import load_producer
-from anabranch.queries import check_packing, pack_queries
 from anabranch.rules import Rules, check_list_rules, make_rules
 from anabranch.state import AttentionState
 from anabranch.traced_call import UNPLANNED, trace_call

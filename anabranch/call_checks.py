@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.call import AttendCall, shape_of
+from anabranch.call import AttendCall, check_queries, shape_of
 from anabranch.check_states import check_destination, check_unshared
 from anabranch.plan import Plan
-from anabranch.queries import check_queries
 from anabranch.rules import Rules, check_rules
 from anabranch.shapes import Sizes
 from anabranch.state import AttentionState

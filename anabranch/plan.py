@@ -9,14 +9,21 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from anabranch.call import AttendCall, CallShape, PlanLayout, PlanOptions, shape_of
+from anabranch.call import (
+    AttendCall,
+    CallShape,
+    PlanLayout,
+    PlanOptions,
+    check_packing,
+    check_queries,
+    pack_queries,
+    shape_of,
+)
 from anabranch.keys import KeySource
-from anabranch.launches.allocation import allocate
-from anabranch.launches.call_kinds import Kinds, describe
+from anabranch.launches.call_kinds import Kinds, allocate, describe
 from anabranch.launches.recorder import PreparedLaunches, prepare, record
 from anabranch.prior import merge_prior
 from anabranch.producers import choose_producer, load_producer
-from anabranch.queries import check_packing, check_queries, pack_queries
 from anabranch.rules import Rules, check_list_rules, make_rules
 from anabranch.state import AttentionState
 

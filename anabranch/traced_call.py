@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.call import AttendCall, PlanOptions
+from anabranch.call import AttendCall, PlanOptions, Queries
 from anabranch.keys import KeySource, flatten_source, rebuild_source
 from anabranch.plan import NUMBERED, Plan, plan_call
 from anabranch.prior import merge_prior
-from anabranch.queries import Queries
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 

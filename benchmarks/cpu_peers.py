@@ -117,7 +117,6 @@ class Engine:
         return batch * tokens / float(self._read())
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait()
 

@@ -19,9 +19,9 @@ from statistics import median
 import torch
 
 from anabranch import LLM, SamplingParams
-from anabranch.bench.engine.latency import full_batch_ms
-from anabranch.bench.engine.workload import random_prompts
-from anabranch.bench.results import begin_results
+from anabranch.llm.bench.latency import full_batch_ms
+from anabranch.llm.bench.run_results import begin_results
+from anabranch.llm.bench.workload import random_prompts
 from anabranch.llm.cli.step_times import record_steps
 
 

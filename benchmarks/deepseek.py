@@ -22,10 +22,10 @@ from torch.profiler import ProfilerActivity, profile
 from vllm_backend import Phase, engine_options
 from vllm_engine import Case, Engine, kernel_ms
 
-from anabranch.bench.engine.latency import full_batch_ms
-from anabranch.bench.engine.workload import random_prompts
-from anabranch.bench.results import begin_results
-from anabranch.bench.timing import release_memory
+from anabranch.llm.bench.device_wait import release_memory
+from anabranch.llm.bench.latency import full_batch_ms
+from anabranch.llm.bench.run_results import begin_results
+from anabranch.llm.bench.workload import random_prompts
 from anabranch.llm.cli.step_times import RecordedStats
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.sampling.params import SamplingParams
@@ -54,7 +54,6 @@ class ProfiledStats(RecordedStats):
     profiler: profile = field(default_factory=lambda: profile(activities=[ProfilerActivity.CUDA]))
 
     def add_times(self, times: dict[str, float]) -> None:
-        """Of one step."""
         RecordedStats.add_times(self, times)
         if len(self.steps) in PROFILED:
             torch.cuda.synchronize()
@@ -155,7 +154,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="deepseek-v2-lite")
     parser.add_argument("--peer", default="auto", help="a backend of vLLM, auto or none")

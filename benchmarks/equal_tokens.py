@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from anabranch import LLM, SamplingParams
-from anabranch.bench.ceilings import Ceilings
-from anabranch.bench.results import make_header
+from anabranch.llm.bench.run_results import make_header
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -71,7 +70,6 @@ def prompts_for(llm: LLM, num_prompts: int) -> list[list[int]]:
 
 
 def answers(llm: LLM, given: argparse.Namespace, *, one_by_one: bool) -> list[list[int]]:
-    """Tokens for every prompt."""
     prompts = prompts_for(llm, given.prompts)
     params = [
         SamplingParams(
@@ -87,7 +85,6 @@ def answers(llm: LLM, given: argparse.Namespace, *, one_by_one: bool) -> list[li
 
 
 def main() -> None:
-    """Run all settings."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default=None)
@@ -123,7 +120,7 @@ def main() -> None:
         del llm
     if given.out:
         device = torch.device(given.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        header = make_header("equal tokens", device, Ceilings(0.0, 0.0))
+        header = make_header("equal tokens", device)
         given.out.write_text(json.dumps({"header": asdict(header), "rows": rows}, indent=1))
 
 

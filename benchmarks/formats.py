@@ -18,11 +18,11 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from attention_bench.peers.site import add_folder, find_library, has_folder
 from latent import BRAIN, CUDA, Call, check, planned, time_in_turn
 from rows import header, print_rows, save_rows
 
 import anabranch as ab
-from anabranch.bench.peers.site import add_folder, find_library, has_folder
 from anabranch.kernels.config import AttendConfig
 from anabranch.keys.formats import FORMATS, empty_store
 
@@ -48,7 +48,6 @@ class Caches:
         self.q = torch.randn(NUM_SEQS, HEADS, DIM, dtype=BRAIN, device=CUDA)
 
     def keys(self, name: str) -> ab.PagedKV:
-        """Pages in a format."""
         shape = (self.num_pages, PAGE, KV_HEADS, DIM)
         (k, k_scales), (v, v_scales) = (empty_store(name, shape, BRAIN, CUDA) for _ in range(2))
         if name == "fp8_tensor":

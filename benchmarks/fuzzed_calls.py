@@ -44,7 +44,6 @@ class Kind:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         case = self.case
         where = f"{case.source} {case.page_size}" if case.source[0] in "pl" else case.source
         rules = [

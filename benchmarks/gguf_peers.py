@@ -141,7 +141,6 @@ class Engine:
         return json.loads(self._read())
 
     def close(self) -> None:
-        """End the process."""
         self._process.kill()
         self._process.wait()
 

@@ -22,10 +22,10 @@ from random import Random
 from statistics import median
 
 import torch
+from attention_bench.peers.site import find_library, has_folder
 from rows import header, save_rows
 
 import anabranch as ab
-from anabranch.bench.peers.site import find_library, has_folder
 
 SAMPLE_US = 3000.0
 ROUNDS = 9
@@ -104,7 +104,6 @@ class Inputs:
         self.calls = [(self.queries(), self.keys()) for _ in range(copies)]
 
     def queries(self) -> torch.Tensor:
-        """New queries."""
         return values(sum(self.case.q_lens), self.case.heads[0], self.case.dims[0])
 
     def keys(self) -> ab.PagedKV | ab.RaggedKV:

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_bench.implementations import UnavailableError
+from attention_bench.peers.flash_attention3 import LIBRARY
+from attention_bench.peers.site import find_library
 from rows import header, print_rows, save_rows
 
 import anabranch as ab
-from anabranch.bench.implementations import UnavailableError
-from anabranch.bench.peers.flash_attention3 import LIBRARY
-from anabranch.bench.peers.site import find_library
 
 HEADS, KV_HEADS, DIM, PAGE = 32, 8, 128, 16
 CASES = {
@@ -34,7 +34,6 @@ UNSET = ("is_causal", "window_size_left", "window_size_right", "softcap", "num_s
 
 
 def host_us(call: Callable[[], object], calls: int = 40, rounds: int = 7) -> float:
-    """Microseconds of one call."""
     for _ in range(5):
         call()
     best = float("inf")
@@ -105,7 +104,6 @@ def measure(name: str, lens: list[int], q_lens: list[int]) -> dict[str, object]:
 
 
 def rows() -> Iterator[dict[str, object]]:
-    """Every case."""
     with torch.inference_mode():
         for name, (lens, q_lens) in CASES.items():
             yield measure(name, lens, q_lens)

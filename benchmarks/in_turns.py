@@ -56,7 +56,6 @@ CASES: dict[str, Shape] = {
 
 
 def call_of(shape: Shape) -> Callable[[], object]:
-    """What is captured."""
     import anabranch as ab
 
     draw = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)  # noqa: E731

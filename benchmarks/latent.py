@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from attention_bench.peers.site import find_library, has_folder
+from attention_bench.timing import event_us
 from rows import header, print_rows, save_rows
 
 import anabranch as ab
-from anabranch.bench.peers.site import find_library, has_folder
-from anabranch.bench.timing import event_us
 from anabranch.device import capability
 from anabranch.kernels.config import AttendConfig
 from anabranch.kernels.gluon.latent_config import LatentTiles
@@ -51,7 +51,6 @@ class LatentCase:
 
     @property
     def cache_bytes(self) -> int:
-        """That one call reads."""
         return self.num_seqs * self.length * DIM_K * 2
 
 

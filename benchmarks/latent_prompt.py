@@ -20,10 +20,10 @@ from statistics import mean, median
 from typing import NamedTuple
 
 import torch
+from attention_bench.timing import event_us
 from rows import header, save_rows
 
 from anabranch import LatentKV, UpProjection, attend_latent_prompt
-from anabranch.bench.timing import event_us
 from anabranch.compositions.prompt_pieces import PromptLayout, make_prompt_layout
 from anabranch.compositions.prompt_workspace import MIB
 from anabranch.state import AttentionState
@@ -48,7 +48,6 @@ class PromptCase:
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         return f"{self.model}, {self.num_tokens} over {self.context}"
 
 
@@ -82,7 +81,6 @@ class PromptInputs(NamedTuple):
         return make_prompt_layout(self.up, self.rows.shape[1], **self.lens(), **options)
 
     def lens(self) -> dict[str, list[int]]:
-        """Of the one sequence."""
         return {"q_lens": [len(self.q)], "context_lens": [self.context]}
 
 
@@ -157,7 +155,6 @@ def measure(case: PromptCase) -> Iterator[dict[str, object]]:
 
 
 def main() -> None:
-    """Measure, print and write."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_bench.peers.site import add_folder, import_peer
+from attention_bench.timing import time_graph, time_loop
 
 import anabranch
 from anabranch import AttentionState
-from anabranch.bench.peers.site import add_folder, import_peer
-from anabranch.bench.timing import time_graph, time_loop
 from anabranch.kernels.cuda import compilers
 from anabranch.kernels.cuda.layout import DTYPES
 from anabranch.kernels.cuda.merge import SOURCES, load, load_shortcut
@@ -143,7 +143,6 @@ def into_way() -> Way:
 
 
 def empty_strided_way() -> Way:
-    """What Inductor allocates with."""
     empty_strided = torch._C._dynamo.guards._empty_strided_cuda
     shape, strides = EAGER, (EAGER[1] * EAGER[2], EAGER[2], 1)
     return lambda _a, _b: (

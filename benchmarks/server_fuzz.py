@@ -43,7 +43,6 @@ class Outcome:
     failures: list[str] = field(default_factory=list)
 
     def add(self, other: Outcome) -> None:
-        """Those of another process."""
         self.statuses += other.statuses
         self.paths += other.paths
         self.failures += other.failures

@@ -131,7 +131,6 @@ async def warm_up(client: httpx.AsyncClient) -> None:
 
 
 def summary(tally: Tally) -> dict[str, Any]:
-    """Counts and waiting times."""
     return {
         "answered": tally.answered,
         "in flight at outages": tally.in_flight,
@@ -148,7 +147,6 @@ def summary(tally: Tally) -> dict[str, Any]:
 
 
 def misses(tally: Tally, left: int, before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Bars that were missed."""
     missed = ["lost"] * bool(tally.lost) + ["faults"] * bool(tally.broken)
     missed += ["half-open"] * bool(left)
     missed += ["two tokens"] * ((percentile(tally.two_tokens, 99) or 9e9) > MOST_SECONDS)
@@ -238,7 +236,7 @@ def save(options: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
     """With the commit, the machine and the versions."""
     import torch
 
-    from anabranch.bench.results import begin_results
+    from anabranch.llm.bench.run_results import begin_results
 
     results = begin_results("server soak", torch.device("cpu"), options)
     results.rows.extend(rows)

@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from anabranch import LLM, SamplingParams
-from anabranch.bench.results import begin_results
-from anabranch.bench.timing import release_memory
+from anabranch.llm.bench.device_wait import release_memory
+from anabranch.llm.bench.run_results import begin_results
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("DESIGN.md", "README.md", "docs/attend.md", "docs/tuning.md", "docs/schedule.md")
@@ -78,7 +78,6 @@ def measure(options: Options, sparse: dict[str, object] | None) -> list[Next]:
 
 
 def row_of(name: str, keep: int, found: list[Next], dense: list[Next]) -> dict[str, object]:
-    """Agreement and perplexity."""
     same = sum(a.best == b.best for a, b in zip(found, dense, strict=True))
     return {
         "method": name,

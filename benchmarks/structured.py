@@ -102,7 +102,6 @@ def rows(args: argparse.Namespace) -> Any:
 
 
 def main() -> None:
-    """Measure, print and save."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default=None)

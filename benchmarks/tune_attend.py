@@ -18,16 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attention_bench.cases import AttendCase
+from attention_bench.exact import CallResult, expected_of
+from attention_bench.grids import cases_of
+from attention_bench.inputs import AttendInputs, make_inputs
+from attention_bench.timing import time_graph
 
 import anabranch as ab
-from anabranch.bench.cases import AttendCase
-from anabranch.bench.ceilings import measure_ceilings
-from anabranch.bench.exact import Answer, expected_of
-from anabranch.bench.grids import cases_of
-from anabranch.bench.inputs import AttendInputs, make_inputs
-from anabranch.bench.results import make_header
-from anabranch.bench.timing import time_graph
 from anabranch.kernels.config import AttendConfig, select_attend
+from anabranch.llm.bench.run_results import make_header
 
 STEPS: dict[str, tuple[float, ...]] = {  # factors by which a field is changed
     "block_m": (0.5, 2),
@@ -77,7 +76,7 @@ def time_config(config: AttendConfig, inputs: AttendInputs, prefill: bool) -> fl
         partial(ab.attend, q, source, plan=plan, **options)
         for q, source in zip(inputs.queries, keys, strict=True)
     ]
-    complaint = expected_of(inputs).complaint(Answer(*calls[0]()))
+    complaint = expected_of(inputs).complaint(CallResult(*calls[0]()))
     return complaint or time_graph(calls, inputs.queries[0].device)[0].us
 
 
@@ -95,7 +94,6 @@ def tune(bench: str, case: AttendCase) -> Iterator[dict[str, Any]]:
 
 
 def main() -> None:
-    """Parse, run, print, save."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("bench", choices=("decode", "verify", "prefill"))
     parser.add_argument("--filter", default="table", help="cases whose name or group has this")
@@ -115,7 +113,7 @@ def main() -> None:
             rows.append(row)
     if given.out:
         device = torch.device("cuda")
-        header = make_header("tuning", device, measure_ceilings(device))
+        header = make_header("tuning", device)
         given.out.write_text(json.dumps({"header": asdict(header), "rows": rows}, indent=1))
 
 

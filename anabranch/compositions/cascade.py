@@ -16,12 +16,12 @@ from typing import NamedTuple
 import torch
 
 from anabranch.attend import attend
+from anabranch.call import check_queries, pack_queries
 from anabranch.check_states import check_destination
 from anabranch.compositions.prefix_order import prefix_order
 from anabranch.keys import PagedKV
 from anabranch.keys.formats import bytes_per_head
 from anabranch.plan import Plan, make_plan
-from anabranch.queries import check_queries, pack_queries
 from anabranch.state import AttentionState
 
 MAX_LEVELS = 7  # with the rest, as many states as one merge takes

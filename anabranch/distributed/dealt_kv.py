@@ -45,7 +45,6 @@ class DealtKV:
 
     @property
     def page_size(self) -> int:
-        """Keys in one page."""
         return self.k.shape[1]
 
     def local_lens(self) -> torch.Tensor:

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
+from anabranch.call import check_queries, pack_queries
 from anabranch.distributed.dealt_kv import DealtKV
 from anabranch.keys import PagedKV
 from anabranch.plan import Plan, make_plan
-from anabranch.queries import check_queries, pack_queries
 from anabranch.rules import check_rules, make_rules
 
 

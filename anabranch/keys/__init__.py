@@ -4,8 +4,7 @@ from anabranch.keys.columns import KeyColumns
 from anabranch.keys.dense import DenseKV
 from anabranch.keys.kinds import KINDS, flatten_source, rebuild_source
 from anabranch.keys.latent import LatentKV
-from anabranch.keys.paged import PagedKV
-from anabranch.keys.pages import PagedSource
+from anabranch.keys.paged import PagedKV, PagedSource
 from anabranch.keys.ragged import RaggedKV
 from anabranch.keys.selected import SelectedKV
 from anabranch.keys.source import KeyLengths, KeySource

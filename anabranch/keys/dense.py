@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 
 from anabranch.keys.columns import KeyColumns, ScatteredColumns, ViewedColumns, last_positions
-from anabranch.keys.pair import KeysAndValues, check_index, check_pair
-from anabranch.keys.source import Identity, KeyLengths
+from anabranch.keys.source import Identity, KeyLengths, KeysAndValues, check_index, check_pair
 from anabranch.keys.view import KeyView, store_of
 
 
@@ -27,7 +26,6 @@ class DenseKV(KeysAndValues):
         self.identify((self.k, self.v, self.seq_lens))
 
     def check(self) -> None:
-        """Keys, values and lengths."""
         sizes = check_pair(self.k, self.v, "num_seqs max_len")
         if self.seq_lens is not None:
             check_index("seq_lens", self.seq_lens, self.k.device)
@@ -45,7 +43,6 @@ class DenseKV(KeysAndValues):
 
     @property
     def lengths(self) -> KeyLengths:
-        """`seq_lens`, or neither."""
         return KeyLengths(seq_lens=self.seq_lens)
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 from anabranch.keys.columns import DecodedColumns, KeyColumns
 from anabranch.keys.formats import check_blocks, encoded_store, rows_of
-from anabranch.keys.pages import PagedSource, query_dtype_of
+from anabranch.keys.paged import PagedSource, query_dtype_of
 from anabranch.keys.source import Identity
 from anabranch.keys.view import KeyStore, KeyView
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
@@ -54,12 +54,10 @@ class LatentKV(PagedSource):
 
     @property
     def num_pages(self) -> int:
-        """Pages of the cache."""
         return self.cache.shape[0]
 
     @property
     def page_size(self) -> int:
-        """Rows in one page."""
         return self.cache.shape[1]
 
     @property
@@ -69,7 +67,6 @@ class LatentKV(PagedSource):
 
     @property
     def head_dim_k(self) -> int:
-        """Columns of a row."""
         return self.cache.shape[2]
 
     @property
@@ -79,11 +76,9 @@ class LatentKV(PagedSource):
 
     @property
     def device(self) -> torch.device:
-        """Where the rows lie."""
         return self.cache.device
 
     def stores(self) -> tuple[KeyStore, ...]:
-        """The rows, as keys."""
         scales = self.cache_scales
         if scales is not None and scales.numel() != 1:
             if scales.dim() < 2:

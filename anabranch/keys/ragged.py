@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 
 from anabranch.keys.columns import KeyColumns, ScatteredColumns, ViewedColumns, last_positions
-from anabranch.keys.pair import KeysAndValues, check_index, check_pair
-from anabranch.keys.source import Identity, KeyLengths
+from anabranch.keys.source import Identity, KeyLengths, KeysAndValues, check_index, check_pair
 from anabranch.keys.view import PLAIN, KeyStore, KeyView
 
 
@@ -51,7 +50,6 @@ class RaggedKV(KeysAndValues):
 
     @property
     def lengths(self) -> KeyLengths:
-        """`cu_seqlens`."""
         return KeyLengths(cu_seqlens=self.cu_seqlens)
 
     @property

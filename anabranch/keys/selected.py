@@ -13,8 +13,7 @@ from anabranch.keys.dense import DenseKV
 from anabranch.keys.formats import rows_of
 from anabranch.keys.latent import LatentKV
 from anabranch.keys.paged import PagedKV
-from anabranch.keys.pair import check_index
-from anabranch.keys.source import Identity, KeyLengths, KeySource
+from anabranch.keys.source import Identity, KeyLengths, KeySource, check_index
 from anabranch.keys.view import KeyLists, KeyView
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 
@@ -206,7 +205,6 @@ class SelectedKV(KeySource):
     def columns(
         self, seqs: list[int], lens: list[int], k_len: int, starts: torch.Tensor | None
     ) -> KeyColumns:
-        """Copies, key by key."""
         rows, places = torch.tensor(seqs), last_positions(lens, k_len, starts)
         listed = self.indices.reshape(self.num_seqs, -1)[rows].gather(1, places)
         tokens, view = rows // self.lists_per_token, self.keys.view()

@@ -1,8 +1,9 @@
-"""Kinds of calls: equal ones have the same launches, but for the pointers of their tensors."""
+"""What a repeated call needs: its kind, by which its launches are found, and new memory."""
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -12,6 +13,12 @@ from anabranch.launches.extension import load_launches
 Kind = TypeVar("Kind")
 Known = TypeVar("Known")
 MOST_KINDS = 8192  # a step of prompts has its own number of tokens, and so its own kinds
+_core: Any = torch._C  # pyright: ignore[reportPrivateUsage]
+_fast: Callable[..., torch.Tensor] | None = getattr(
+    _core._dynamo.guards, "_empty_strided_cuda", None
+)
+_current_device: Callable[[], int] | None = getattr(_core, "_cuda_getDevice", None)
+_is_deterministic: Callable[[], bool] = _core._get_deterministic_algorithms
 
 
 class Kinds(dict[Kind, Known]):
@@ -41,3 +48,15 @@ def are_apart(written: tuple[torch.Tensor, ...], read: tuple[torch.Tensor | None
     """Whether tensors that were described before share no memory; what interleaves shares it."""
     launches = load_launches()
     return launches is not None and launches.is_apart(tuple(written), read)
+
+
+def allocate(
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """New memory; deterministic algorithms want it filled, which the fast way leaves out."""
+    given: Any = (shape, strides)
+    if device.type != "cuda" or _fast is None or _current_device is None or _is_deterministic():
+        return torch.empty_strided(*given, dtype=dtype, device=device)
+    if _current_device() != device.index:
+        return torch.empty_strided(*given, dtype=dtype, device=device)
+    return _fast(*given, dtype)

@@ -10,7 +10,6 @@ from functools import cache
 
 @cache
 def library() -> ctypes.CDLL:
-    """The driver's library."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:

@@ -10,6 +10,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # attention_bench
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 from document import check, write
 from reference import write_reference
 

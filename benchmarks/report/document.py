@@ -9,15 +9,14 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from attention_bench.case_results import Results, Row
+from attention_bench.case_table import make_table
+from attention_bench.cases import BENCHES
+from attention_bench.grids import COMPOSITIONS
 from engine_tables import engine_section
 from figures import figures_of
 from headlines import headline_section
 from hopper_table import hopper_section
-
-from anabranch.bench.cases import BENCHES
-from anabranch.bench.grids import COMPOSITIONS
-from anabranch.bench.results import Results, Row
-from anabranch.bench.table import make_table
 
 DOCUMENTS = ("README.md", "docs/benchmarks.md")
 TABLE_GROUPS = {"table", "models", "cpu"}  # the others are plotted

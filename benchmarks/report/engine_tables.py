@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from anabranch.bench.table import format_number
+from anabranch.llm.bench.table import format_number
 
 FOLDER = Path("benchmarks/results")
 Table = tuple[str, list[str], list[list[str]]]  # title, columns, lines

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+from attention_bench.case_results import Results, Row
 from figures import Figure, figures_of
 from matplotlib.figure import Figure as Drawing
 from matplotlib.ticker import FormatStrFormatter, LogLocator, NullFormatter
-
-from anabranch.bench.results import Results, Row
 
 # Okabe and Ito: distinct for every kind of colour vision; markers distinguish them in grey.
 COLOURS = ("#000000", "#D55E00", "#0072B2", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from anabranch.bench.results import Results, Row
+from attention_bench.case_results import Results, Row
 
 TIME = ("us", "microseconds")
 READ = ("percent_of_ceiling", "% of read ceiling")

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from anabranch.llm.cli.serve import ServeCommandOptions
 from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig

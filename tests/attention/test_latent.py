@@ -11,7 +11,7 @@ from cases import GPU, ON_CPU, Case, assert_right, every_producer, integers, mak
 
 from anabranch import AttentionState, LatentKV, append_kv, attend, make_plan, merge, reference
 from anabranch.kernels.config import AttendConfig, select_attend
-from anabranch.kernels.load.boxes import box_keys, boxes_of
+from anabranch.kernels.load.arguments import box_keys, boxes_of
 from anabranch.kernels.triton import plan as triton_plan
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32

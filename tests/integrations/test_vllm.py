@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from tolerance import assert_close
 
 from anabranch import PagedKV, RaggedKV, attend, reference
-from anabranch.integrations.vllm import batch_metadata, register
+from anabranch.compositions import sections
+from anabranch.integrations.vllm import register
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata, read_batch
 from anabranch.integrations.vllm.cache_pages import CachePages, CacheScales
 from anabranch.integrations.vllm.compat import DeclaredCache, check_version, combine_across_ranks
@@ -175,8 +176,8 @@ def test_plans_are_shared_by_the_layers_of_a_pass(monkeypatch: pytest.MonkeyPatc
         made.append(options["window"])
         return original(*args, **options)
 
-    original = batch_metadata.make_plan
-    monkeypatch.setattr(batch_metadata, "make_plan", make_plan)
+    original = sections.make_plan
+    monkeypatch.setattr(sections, "make_plan", make_plan)
     pages, table = make_pages(), make_table(3)
     common = common_metadata([1, 6, 4], [4, 9, 4], table)
     batch = read_batch(common, decode_tokens=1)
@@ -529,7 +530,7 @@ def test_kernels_are_compiled_before_a_capture(monkeypatch: pytest.MonkeyPatch) 
     batch = builder(backend, num_drafts=0, layers=layers).build_for_cudagraph_capture(common)
     assert ran == [None, 3]
     assert torch.equal(layers["a"].kv_cache, before)
-    assert not batch._shared, "plans for the graph are made inside it"
+    assert not batch._shared and not batch.plans, "plans for the graph are made inside it"
 
 
 def test_every_kind_of_section_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from cases import assert_right
 from fake_vllm import OURS, common_metadata, install
 
 from anabranch import AttentionState, LatentKV
-from anabranch.integrations.vllm import batch_metadata
+from anabranch.compositions import sections
 
 HEADS, RANK, ROPE, PAGE, NUM_PAGES, SCALE = 5, 16, 8, 4, 32, 0.3
 CAUSAL = {"causal": True, "window": None, "softcap": None, "sinks": None, "tree_mask": None}
@@ -130,8 +130,8 @@ def test_plans_are_shared_by_the_layers_of_a_pass(
         made.append(keys.view().k.format.name)
         return original(q, keys, **options)
 
-    original = batch_metadata.make_plan
-    monkeypatch.setattr(batch_metadata, "make_plan", make_plan)
+    original = sections.make_plan
+    monkeypatch.setattr(sections, "make_plan", make_plan)
     table = make_table(3)
     batch = make_builder(backend).build(0, common_metadata([1, 1, 6], [4, 9, 6], table))
     layer, q = SimpleNamespace(_k_scale=torch.tensor(0.5)), torch.randn(8, HEADS, RANK + ROPE)

@@ -12,13 +12,12 @@ from cases import Case, assert_right, make_inputs
 from lengths import call_of_lengths
 
 from anabranch import AttentionState, attend, make_plan
-from anabranch.call import AttendCall, PlanOptions
+from anabranch.call import AttendCall, PlanOptions, Queries
 from anabranch.device import capability
 from anabranch.kernels.gluon.plan import HopperLayout, lay_out
 from anabranch.kernels.hopper_config import HEAD_DIMS, Packing, hopper_constants, select_tiles
 from anabranch.kernels.schedule.items import HEADER, ITEM
 from anabranch.kernels.schedule.order import num_slots, order, order_size
-from anabranch.queries import Queries
 from anabranch.rules import Rules
 
 HALF, BRAIN = torch.float16, torch.bfloat16

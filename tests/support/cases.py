@@ -13,10 +13,9 @@ import torch
 from tolerance import assert_state_close
 
 from anabranch import AttentionState, DenseKV, PagedKV, RaggedKV, append_kv, reference
-from anabranch.call import AttendCall
+from anabranch.call import AttendCall, Queries
 from anabranch.keys import KeySource, LatentKV, PagedSource
 from anabranch.keys.formats import empty_store
-from anabranch.queries import Queries
 from anabranch.rules import Rules
 
 DIMS = [(40, 40), (64, 64), (192, 128), (128, 64)]

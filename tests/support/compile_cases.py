@@ -53,8 +53,7 @@ from anabranch.kernels.layers.expert_order import order_experts
 from anabranch.kernels.layers.expert_product import gate_experts, project_experts
 from anabranch.kernels.layers.expert_sum import sum_experts
 from anabranch.kernels.list_config import select_lists
-from anabranch.kernels.load.arguments import Rows
-from anabranch.kernels.load.boxes import box_keys
+from anabranch.kernels.load.arguments import Rows, box_keys
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import in_words
 from anabranch.kernels.parts.merge_items import merge_items

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from anabranch.call import AttendCall
+from anabranch.call import AttendCall, Queries
 from anabranch.keys import DenseKV, RaggedKV
-from anabranch.queries import Queries
 from anabranch.rules import Rules
 
 

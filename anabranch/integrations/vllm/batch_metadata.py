@@ -12,9 +12,8 @@ from typing import Any
 
 import torch
 
-from anabranch import Plan, make_plan
-from anabranch.integrations.vllm.query_sections import Bounds, Section, cut_section, find_bounds
-from anabranch.keys import KeySource
+from anabranch.compositions.sections import Section, SectionPlans
+from anabranch.integrations.vllm.query_sections import Bounds, cut_section, find_bounds
 
 
 @dataclass
@@ -30,6 +29,7 @@ class BatchMetadata:
     bounds: list[Bounds]
     num_tokens: int
     causal: bool = True
+    plans: SectionPlans = field(default_factory=SectionPlans)
     _layers: set[int] = field(default_factory=set[int])
     _shared: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
@@ -41,13 +41,14 @@ class BatchMetadata:
         if id(layer) in self._layers:
             self._layers.clear()
             self._shared.clear()
+            self.plans.clear()
         self._layers.add(id(layer))
 
     def sections(self) -> list[Section]:
-        """Of this pass."""
         tensors = (self.query_start_loc, self.seq_lens, self.block_table)
         if "sections" not in self._shared:
-            self._shared["sections"] = [cut_section(bounds, *tensors) for bounds in self.bounds]
+            cut = (cut_section(bounds, *tensors, causal=self.causal) for bounds in self.bounds)
+            self._shared["sections"] = [*cut]
         return self._shared["sections"]
 
     def local_context_lens(self, *, rank: int, num_ranks: int, interleave: int) -> torch.Tensor:
@@ -58,26 +59,6 @@ class BatchMetadata:
             turn = interleave * num_ranks
             rest = (context % turn - rank * interleave).clamp(0, interleave)
             self._shared[key] = (context // turn * interleave + rest).int()
-        return self._shared[key]
-
-    def plan(
-        self,
-        q: torch.Tensor,
-        keys: KeySource,
-        cu_seqlens_q: torch.Tensor,
-        *,
-        causal: bool,
-        window: int | None,
-    ) -> Plan:
-        """The plan of this pass for such queries and keys."""
-        k, v, *_ = keys.view()
-        sizes = (keys.num_kv_heads, keys.head_dim_v, keys.page_size)
-        shapes = (q.shape, q.dtype, keys.kind, k.format, v.format, sizes)
-        # Sections have tensors of their own, which live as long as the plan.
-        key = (id(cu_seqlens_q), *map(id, keys.lengths), shapes, causal, window)
-        if key not in self._shared:
-            plan = make_plan(q, keys, cu_seqlens_q=cu_seqlens_q, causal=causal, window=window)
-            self._shared[key] = plan
         return self._shared[key]
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 
-from anabranch import AttentionState, RaggedKV, attend, merge
+from anabranch import AttentionState, merge
+from anabranch.compositions.sections import Section, attend_section
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.cache_pages import CachePages
 from anabranch.integrations.vllm.compat import combine_across_ranks
@@ -71,12 +73,13 @@ def attend_across_ranks(
     batch.enter(layer)
     q, k, v = (x[: batch.num_tokens] for x in (q, k, v))
     starts, into = batch.query_start_loc, state_around(output[: batch.num_tokens])
-    shared: Any = {"scale": options.scale, "softcap": options.softcap, "cu_seqlens_q": starts}
-    new = RaggedKV(k, v, starts)
-    plan = batch.plan(q, new, starts, causal=batch.causal, window=None)
-    of_new: Any = {"causal": batch.causal, "sinks": options.sinks, "plan": plan, **shared}
+    whole = Section(
+        slice(0, batch.num_tokens), starts, batch.seq_lens, batch.block_table, causal=batch.causal
+    )
+    new, rules = whole.new_keys(k, v), options.rules
+    plan = batch.plans.find(whole, q, new)
     if all(bounds.are_new for bounds in batch.bounds):  # the same on all ranks
-        attend(q, new, out=into, **of_new)
+        attend_section(whole, q, new, rules, plan, into)
         return
     lengths = batch.local_context_lens(
         rank=ranks.group.rank_in_group,
@@ -85,7 +88,10 @@ def attend_across_ranks(
     )
     context = pages.keys(batch.block_table, lengths)
     of_all_ranks = ranks.group.all_gather(q.contiguous(), dim=1)
-    plan = batch.plan(of_all_ranks, context, starts, causal=False, window=None)
-    state = attend(of_all_ranks, context, causal=False, plan=plan, **shared)
+    earlier = replace(whole, causal=False)
+    their_plan = batch.plans.find(earlier, of_all_ranks, context)
+    unsunk = rules._replace(sinks=None)
+    state = attend_section(earlier, of_all_ranks, context, unsunk, their_plan)
     out, lse = ranks.combine(state.out, state.lse, ranks.group, return_lse=True)
-    merge(AttentionState(out, lse.contiguous()), attend(q, new, **of_new), out=into)
+    of_new = attend_section(whole, q, new, rules, plan)
+    merge(AttentionState(out, lse.contiguous()), of_new, out=into)

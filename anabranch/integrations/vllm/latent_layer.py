@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch import AttentionState, LatentKV, append_kv, attend
+from anabranch import AttentionState, LatentKV, append_kv
+from anabranch.compositions.sections import LayerRules, attend_section
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.cache_pages import E4M3
 
@@ -51,15 +52,8 @@ def attend_latent_batch(
     out = q.new_empty(*q.shape[:2], pages.kv_lora_rank)
     state = AttentionState(out, q.new_empty(q.shape[:2], dtype=torch.float32))
     for section in batch.sections():
-        queries = q[section.tokens]
-        keys = pages.keys(section.page_table, section.seq_lens)
-        plan = batch.plan(queries, keys, section.cu_seqlens_q, causal=True, window=None)
-        attend(
-            queries,
-            keys,
-            cu_seqlens_q=section.cu_seqlens_q,
-            scale=scale,
-            plan=plan,
-            out=AttentionState(state.out[section.tokens], state.lse[section.tokens]),
-        )
+        queries, keys = q[section.tokens], pages.keys(section.page_table, section.seq_lens)
+        plan = batch.plans.find(section, queries, keys)
+        into = AttentionState(state.out[section.tokens], state.lse[section.tokens])
+        attend_section(section, queries, keys, LayerRules(scale), plan, into)
     return state

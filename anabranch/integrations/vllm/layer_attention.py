@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from anabranch import AttentionState, PagedKV, RaggedKV, attend
+from anabranch import AttentionState
+from anabranch.compositions.sections import attend_section
 from anabranch.integrations.vllm.batch_metadata import BatchMetadata
 from anabranch.integrations.vllm.cache_pages import CachePages
 from anabranch.integrations.vllm.layer_options import LayerOptions
+from anabranch.keys import KeySource
 
 
 def state_around(output: torch.Tensor) -> AttentionState:
@@ -27,29 +29,14 @@ def attend_batch(
     output: torch.Tensor,  # as q
 ) -> None:
     """Attend section by section into `output`; rows beyond the batch are left as they are."""
-    if options.window is not None and not batch.causal:
-        raise ValueError(f"a window needs causal attention, got window={options.window}")
     batch.enter(layer)
     for section in batch.sections():
-        keys: PagedKV | RaggedKV
+        keys: KeySource
         in_cache = options.reads_other_layer or pages.scales is not None
-        if section.are_new and not in_cache and k is not None and v is not None:
-            keys = section.packed(k, v)
+        if section.is_fresh and not in_cache and k is not None and v is not None:
+            keys = section.new_keys(k, v)
         else:
             keys = pages.keys(section.page_table, section.seq_lens)
-        queries = q[section.tokens]
-        plan = batch.plan(
-            queries, keys, section.cu_seqlens_q, causal=batch.causal, window=options.window
-        )
-        attend(
-            queries,
-            keys,
-            cu_seqlens_q=section.cu_seqlens_q,
-            causal=batch.causal,
-            window=options.window,
-            softcap=options.softcap,
-            scale=options.scale,
-            sinks=options.sinks,
-            plan=plan,
-            out=state_around(output[section.tokens]),
-        )
+        queries, out = q[section.tokens], state_around(output[section.tokens])
+        plan = batch.plans.find(section, queries, keys, window=options.window)
+        attend_section(section, queries, keys, options.rules, plan, out)

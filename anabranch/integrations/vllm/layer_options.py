@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from anabranch.compositions.sections import LayerRules
+
 MAX_HEAD_SIZE = 256  # of attend's tiles on a GPU
 CACHE_DTYPES = {
     "auto": None,
@@ -26,6 +28,10 @@ class LayerOptions:
     softcap: float | None
     sinks: torch.Tensor | None  # [num_heads]
     reads_other_layer: bool  # its keys are those of an earlier layer, in the cache only
+
+    @property
+    def rules(self) -> LayerRules:
+        return LayerRules(self.scale, self.window, self.softcap, self.sinks)
 
 
 def refusal(

@@ -1,8 +1,4 @@
-"""How a batch of vLLM's is cut into sections, each attended to by one call.
-
-A call has one tile size, so decodes and verifications are kept apart from prompts. Prompts without
-a past are attended to where their new keys lie, packed, which is faster than through pages.
-"""
+"""Where a batch of vLLM's is cut into sections: decodes, prompts with a past, prompts without."""
 
 from __future__ import annotations
 
@@ -10,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch import RaggedKV
+from anabranch.compositions.sections import Section
 
 ALIGNMENT = 16  # bytes; Triton compiles a kernel anew for pointers that have less
 
@@ -21,20 +17,6 @@ class Bounds(NamedTuple):
     seqs: slice
     tokens: slice
     are_new: bool  # no sequence has keys from an earlier step
-
-
-class Section(NamedTuple):
-    """The same, with what attend reads on the device."""
-
-    tokens: slice
-    are_new: bool
-    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], from 0
-    seq_lens: torch.Tensor  # int32 [num_seqs]
-    page_table: torch.Tensor  # int32 [num_seqs, max_pages]
-
-    def packed(self, k: torch.Tensor, v: torch.Tensor) -> RaggedKV:
-        """The new keys of these sequences; `k` and `v` are those of the whole batch."""
-        return RaggedKV(k[self.tokens], v[self.tokens], self.cu_seqlens_q)
 
 
 def find_bounds(
@@ -68,6 +50,8 @@ def cut_section(
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
     block_table: torch.Tensor,
+    *,
+    causal: bool,
 ) -> Section:
     """One section's tensors; views of the batch's own where it begins with the batch."""
     first, stop = bounds.seqs.start, bounds.seqs.stop
@@ -77,4 +61,4 @@ def cut_section(
         starts, lengths = starts - starts[0], lengths.clone()
     if first * table.stride(0) * table.element_size() % ALIGNMENT:
         table = table.clone()
-    return Section(bounds.tokens, bounds.are_new, starts, lengths, table)
+    return Section(bounds.tokens, starts, lengths, table, bounds.are_new, causal)

@@ -47,13 +47,11 @@ class NoLayout(NamedTuple):
 
 
 def lay_out(call: AttendCall, options: PlanOptions) -> NoLayout:
-    """Nothing."""
     del call, options
     return NoLayout()
 
 
 def fill_plan(call: AttendCall, layout: NoLayout, room: torch.Tensor) -> None:
-    """With nothing."""
     del call, layout, room
 
 

@@ -1,12 +1,22 @@
-"""A decoder layer before and after its attention, each in one call of a kernel, in float32."""
+"""Decoder layers on a CPU in float32: one before and after its attention, or all in one call."""
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
+from anabranch.kernels.cpu.decode import (
+    NO_WINDOW,
+    NewKeys,
+    attention_sizes,
+    check_status,
+    select_splits,
+)
 from anabranch.kernels.cpu.native import native
+from anabranch.keys import PagedKV
 
 
 class AttentionWeights(NamedTuple):
@@ -88,3 +98,85 @@ def layer_outputs(
 
 def _address(tensor: torch.Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+class RunLayer(NamedTuple):
+    """A layer: its weights, and the constants of its attention."""
+
+    before: AttentionWeights
+    after: OutputWeights
+    scale: float
+    window: int | None
+
+
+class PagedStep(NamedTuple):
+    """What one step reads and writes: every layer's cache, by one page table."""
+
+    keys: PagedKV  # of the first layer
+    stores: list[tuple[torch.Tensor, torch.Tensor]]  # keys and values of all layers, as in `keys`
+    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
+    slot_mapping: torch.Tensor  # int64 [num_tokens], negative = not kept
+
+
+class LayerRun:
+    """The layers of a model as tables for the kernel, with the caches they were last run over."""
+
+    def __init__(self, layers: Sequence[RunLayer]) -> None:
+        self._layers = layers
+        factors = [(each.before.epsilon, each.after.epsilon, each.scale) for each in layers]
+        self._factors = torch.tensor(factors, dtype=torch.float32)
+        self._table: torch.Tensor | None = None
+        self._addresses: list[int] = []
+
+    def __call__(
+        self,
+        x: torch.Tensor,  # [rows, hidden], contiguous
+        cos: torch.Tensor,  # rows * head_dim numbers, contiguous
+        sin: torch.Tensor,
+        step: PagedStep,
+    ) -> torch.Tensor:
+        """The output of the last layer; new keys are written to the caches."""
+        rows, hidden = x.shape
+        before, after, *_ = self._layers[0]
+        first, dim = step.keys, before.head_dim
+        y, heads = x.clone(), before.num_outputs // dim
+        q_heads, kv_heads = heads - 2 * first.k.shape[2], first.k.shape[2]
+        splits = select_splits(int(first.seq_lens.max()), len(first.seq_lens) * kv_heads)
+        width = 4 * hidden + before.num_outputs + 3 * after.inner + splits * q_heads * (dim + 1)
+        room = x.new_empty(rows * width)
+        joined = room[: rows * before.num_outputs].view(rows, heads, dim)
+        q, k, v = joined.split([q_heads, kv_heads, kv_heads], 1)
+        new = NewKeys(k, v, step.slot_mapping)
+        sizes = attention_sizes(q, first, new, splits, NO_WINDOW, causal=True)
+        constants = (ctypes.c_int64 * len(sizes))(*sizes)
+        arguments = (cos, sin, first.page_table, first.seq_lens, step.cu_seqlens_q, new[2])
+        addresses = [each.data_ptr() for each in arguments] + [ctypes.addressof(constants)]
+        status = native().run_layers(
+            self._described(step.stores).data_ptr(),
+            self._factors.data_ptr(),
+            (ctypes.c_int64 * len(addresses))(*addresses),
+            y.data_ptr(),
+            room.data_ptr(),
+            len(self._layers),
+            rows,
+            before.num_rotated,
+            dim,
+            torch.get_num_threads(),
+        )
+        check_status(status, first)
+        return y
+
+    def _described(self, stores: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        addresses = [each.data_ptr() for pair in stores for each in pair]
+        if self._table is None or addresses != self._addresses:
+            rows = [self._row(*pair) for pair in zip(self._layers, stores, strict=True)]
+            self._table, self._addresses = torch.tensor(rows, dtype=torch.int64), addresses
+        return self._table
+
+    @staticmethod
+    def _row(layer: RunLayer, store: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
+        before, after, _, window = layer
+        tensors = (before.qkv, after.o, after.gate_up, after.down)
+        tensors += (before.bias, after.bias, before.norm, after.norm, *store)
+        addresses = [0 if each is None else each.data_ptr() for each in tensors]
+        return [*addresses, NO_WINDOW if window is None else window]

@@ -23,7 +23,6 @@ def share_pages(
     min_saved_keys: int,
     min_total_keys: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The fields of `SharedPages`."""
     num_seqs, max_pages = page_table.shape
     lens = seq_lens.clamp(0, max_pages * page_size).tolist()
     bounds = starts.tolist()

@@ -52,7 +52,6 @@ class CoreSharing:
         ready.wait()
 
     def release(self) -> None:
-        """Let threads spin again."""
         if self._freed is not None:
             self._freed.set()
         self.is_shared, self._freed = False, None

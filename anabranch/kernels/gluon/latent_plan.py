@@ -12,8 +12,7 @@ from anabranch.kernels.gluon.latent_config import (
     LatentTiles,
     latent_constants,
 )
-from anabranch.kernels.parts.parts_layout import PartsLayout, lay_out_parts
-from anabranch.kernels.parts.slots import num_slots
+from anabranch.kernels.parts.slots import PartsLayout, lay_out_parts, num_slots
 from anabranch.kernels.schedule.schedule import schedule as write_schedule
 from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 

@@ -20,7 +20,7 @@ from anabranch.kernels.hopper_config import (
     select_packing,
     select_tiles,
 )
-from anabranch.kernels.parts.parts_layout import PartsLayout, lay_out_parts
+from anabranch.kernels.parts.slots import PartsLayout, lay_out_parts
 from anabranch.kernels.schedule.order import BLOCK_M, may_split, num_slots, order, order_size
 
 HopperLayout = PartsLayout[HopperConstants]

@@ -11,14 +11,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from anabranch.kernels.load.addressing import key_offsets
+from anabranch.kernels.load.addressing import head_offset, key_offsets, scaled_by_key
 from anabranch.kernels.load.code_halves import (
     halves_of_e4m3,
     halves_of_int8,
     transposed_halves,
 )
 from anabranch.kernels.load.packed_codes import permute_dims, word_rows, words_of
-from anabranch.kernels.load.scales import head_offset, scaled_by_key
 from anabranch.keys import KeyView
 
 WIDTH: tl.constexpr = tl.constexpr(128)

@@ -11,7 +11,14 @@ import triton.language as tl
 from triton import constexpr_function
 
 from anabranch.kernels.constants import AttendConstants
-from anabranch.kernels.load.addressing import key_offsets
+from anabranch.kernels.load.addressing import (
+    dim_ptrs,
+    key_offsets,
+    load_rows,
+    load_scales,
+    scale_offsets,
+    scaled_as_tile,
+)
 from anabranch.kernels.load.codec import decode_tile
 from anabranch.kernels.load.key_pairs import (
     given_pair_scales,
@@ -20,8 +27,6 @@ from anabranch.kernels.load.key_pairs import (
     load_value_pairs,
 )
 from anabranch.kernels.load.packed_codes import load_key_words, load_value_words
-from anabranch.kernels.load.rows import dim_ptrs, load_rows
-from anabranch.kernels.load.scales import load_scales, scale_offsets, scaled_as_tile
 
 
 class Columns(NamedTuple):
@@ -42,7 +47,6 @@ class Loader(NamedTuple):
 
 @constexpr_function
 def key_loader(constants: AttendConstants, boxed: bool) -> Loader:
-    """What loads keys."""
     if boxed:
         return Loader(load_box, load_scales)
     if constants.source.pairs:
@@ -52,7 +56,6 @@ def key_loader(constants: AttendConstants, boxed: bool) -> Loader:
 
 @constexpr_function
 def value_loader(constants: AttendConstants, boxed: bool) -> Loader:
-    """What loads values."""
     if boxed:
         return Loader(load_box, load_scales)
     if constants.source.pairs:

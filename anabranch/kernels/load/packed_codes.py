@@ -7,14 +7,12 @@ instruction. Queries are then float16 too, in units of their rows.
 import triton
 import triton.language as tl
 
-from anabranch.kernels.load.addressing import key_offsets
+from anabranch.kernels.load.addressing import dim_ptrs, key_offsets, scale_offsets
 from anabranch.kernels.load.code_halves import (
     halves_of_e4m3,
     halves_of_int8,
     scaled_halves_of_int8,
 )
-from anabranch.kernels.load.rows import dim_ptrs
-from anabranch.kernels.load.scales import scale_offsets
 from anabranch.keys import KeyStore, KeyView
 
 
@@ -157,5 +155,4 @@ def load_value_words(
     SIDE: tl.constexpr,
     C: tl.constexpr,
 ):
-    """A tile of values."""
     return load_words(columns, at, WIDTH, False, SIDE, C)

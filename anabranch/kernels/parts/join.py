@@ -113,3 +113,64 @@ def arrive(node, count, children, item, parts, C: tl.constexpr):
     if is_last:
         tl.store(counter, 0)
     return is_last
+
+
+@triton.jit
+def merge_tree(item, results, C: tl.constexpr):
+    """Climb from the item's part while this worker is the last to arrive; at the top, write.
+
+    Parts are the leaves of a tree with fan_in children a node. The worker that arrives last at a
+    node merges its children, in the order of their keys, into the first child's slot and goes on to
+    the node above: there is no second launch, nobody waits, and the result does not depend on the
+    order of arrival. A level costs an arrival (about 2 us on an H200), so nodes are wide, and the
+    parts of a node are loaded many at a time.
+    """
+    num_parts = item.num_parts
+    node = item.part  # the first part below the node reached
+    span = 1  # parts below a child
+    while span < num_parts:
+        node = node // (span * C.merging.fan_in) * (span * C.merging.fan_in)
+        children = tl.minimum(tl.cdiv(num_parts - node, span), C.merging.fan_in)
+        climbs = children == 1
+        if children > 1:
+            # node + span tells a node from all others: fan_in divides it as often as it does span
+            climbs = arrive(node + span, 1, children, item, results.parts, C)
+            if climbs:
+                is_top = span * C.merging.fan_in >= num_parts
+                merge_node(node, span, children, is_top, item, results, C)
+        span = tl.where(climbs, span * C.merging.fan_in, num_parts)
+
+
+@triton.jit
+def merge_groups(item, results, C: tl.constexpr):
+    """Arrive with the fixed parts of an item; the worker that is the last of all writes.
+
+    A group that one worker holds whole was left as one state, in its first part's slot. Of the
+    others every part was left; the worker that arrives last at such a group merges it into its
+    first part's slot. The worker that completes the last group merges all groups. So the order and
+    the operations of the merge depend on the parts alone, and no more is loaded than was left.
+    """
+    SIZE: tl.constexpr = C.merging.group_parts
+    part, count, num_parts = item.part, item.count, item.num_parts
+    num_groups = tl.cdiv(num_parts, SIZE)
+    stop = part + count
+    # A turn for each group that has held parts, and after them one for the merge of groups.
+    turn, top = part // SIZE, (stop - 1) // SIZE + 1
+    brought = 0  # groups that wait as one state
+    if SIZE == 1:
+        turn, brought = top, count
+    while turn < top + (num_groups > 1).to(tl.int32):
+        is_top = turn == top
+        node = tl.where(is_top, 0, turn * SIZE)
+        span = tl.where(is_top, SIZE, 1)
+        children = tl.where(is_top, num_groups, tl.minimum(num_parts - node, SIZE))
+        held = tl.minimum(stop, node + SIZE) - tl.maximum(part, node)
+        held = tl.where(is_top, brought, held)
+        is_whole = (held == children) & (turn < top)
+        brought += is_whole.to(tl.int32)
+        if (held > 0) & (is_whole == 0):  # noqa: SIM102 - `and` would arrive in any case
+            # a slot of no other group; that of all groups is a group's first
+            if arrive(node + span, held, children, item, results.parts, C):
+                merge_node(node, span, children, is_top | (num_groups == 1), item, results, C)
+                brought += 1
+        turn += 1

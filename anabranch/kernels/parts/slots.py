@@ -1,8 +1,10 @@
-"""Where parts wait for their merge."""
+"""Where parts wait for their merge: slots in kernels, and their room in the memory of a plan."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
+from math import prod
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import triton
@@ -11,6 +13,36 @@ import triton.language as tl
 from anabranch.kernels.constants import AttendConstants
 from anabranch.kernels.load.arguments import Rows
 from anabranch.keys import KeySource
+
+ALIGNMENT = 128  # bytes, a line of the cache
+Program = TypeVar("Program")
+
+
+class Piece(NamedTuple):
+    """Where a tensor lies in a room."""
+
+    offset: int  # bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def stop(self) -> int:
+        """The first byte after it."""
+        return self.offset + self.dtype.itemsize * prod(self.shape)
+
+    def open(self, room: torch.Tensor) -> torch.Tensor:
+        """The tensor, which shares the memory of the room."""
+        return room[self.offset : self.stop].view(self.dtype).view(self.shape)
+
+
+def arrange(*tensors: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Piece, ...]:
+    """Pieces one after another; the room they need ends where the last one stops."""
+    pieces: list[Piece] = []
+    offset = 0
+    for dtype, shape in tensors:
+        pieces.append(Piece(offset, dtype, shape))
+        offset = -(-pieces[-1].stop // ALIGNMENT) * ALIGNMENT
+    return tuple(pieces)
 
 
 class Parts(NamedTuple):
@@ -27,6 +59,61 @@ class StateRows(NamedTuple):
     out: Rows
     lse: Rows
     parts: Parts
+
+
+@dataclass(frozen=True, slots=True)
+class OpenPlan(Generic[Program]):
+    """A division of work in device memory, and what the kernel that reads it is compiled for."""
+
+    program: Program
+    schedule: torch.Tensor  # int32
+    counters: torch.Tensor  # int32, those of parts and before them others; 0 between launches
+    parts: Parts
+
+
+@dataclass(frozen=True, slots=True)
+class PartsLayout(Generic[Program]):
+    """The same without memory."""
+
+    program: Program
+    schedule: Piece
+    outs: Piece
+    lses: Piece
+    counters: Piece
+    slots: int
+    num_others: int  # counters before those of parts
+
+    @property
+    def size(self) -> int:
+        """Bytes of the room."""
+        return self.counters.stop
+
+    def open(self, room: torch.Tensor) -> OpenPlan[Program]:
+        """The plan in a room."""
+        counters = self.counters.open(room)
+        own = counters.flatten()[self.num_others :]
+        parts = Parts(self.outs.open(room), self.lses.open(room), own)
+        return OpenPlan(self.program, self.schedule.open(room), counters, parts)
+
+
+def lay_out_parts(
+    program: Program,
+    *,
+    schedule_ints: int,
+    slots: int,
+    rows: tuple[int, ...],  # of all slots
+    width: int,
+    num_counters: int,
+    num_others: int = 0,
+) -> PartsLayout[Program]:
+    """Room for a schedule, for parts and for counters."""
+    pieces = arrange(
+        (torch.int32, (schedule_ints,)),
+        (torch.float32, (*rows, width)),
+        (torch.float32, rows),
+        (torch.int32, (num_others + num_counters,)),
+    )
+    return PartsLayout(program, *pieces, slots=slots, num_others=num_others)
 
 
 def num_slots(keys: KeySource, blocks: int, constants: AttendConstants) -> int:

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from anabranch.kernels.load.rows import dim_ptrs, load_rows
+from anabranch.kernels.load.addressing import dim_ptrs, load_rows
 from anabranch.kernels.schedule.walk import Item
 from anabranch.kernels.softmax.masks import seen_by_all
 from anabranch.kernels.softmax.online_softmax import (

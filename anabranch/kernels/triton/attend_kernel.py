@@ -21,12 +21,10 @@ from anabranch.kernels.constants import (
     with_priors,
     with_sinks,
 )
-from anabranch.kernels.load.arguments import Rows, view_arguments
-from anabranch.kernels.load.boxes import boxes_of
+from anabranch.kernels.load.arguments import Rows, boxes_of, view_arguments
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import words_of
-from anabranch.kernels.parts.merge_groups import merge_groups
-from anabranch.kernels.parts.merge_tree import merge_tree
+from anabranch.kernels.parts.join import merge_groups, merge_tree
 from anabranch.kernels.parts.slots import Parts, StateRows, leave_part, write_rows
 from anabranch.kernels.schedule.schedule_layout import is_dealt, read_block, read_header
 from anabranch.kernels.schedule.walk import Item, Walk, begin_walk, next_item

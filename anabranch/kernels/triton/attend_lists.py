@@ -22,7 +22,7 @@ from anabranch.kernels.constants import (
     with_priors,
 )
 from anabranch.kernels.load.arguments import Rows, list_arguments, view_arguments
-from anabranch.kernels.parts.merge_tree import merge_tree
+from anabranch.kernels.parts.join import merge_tree
 from anabranch.kernels.parts.slots import Parts, StateRows, leave_part, write_rows
 from anabranch.kernels.schedule.schedule_layout import Block
 from anabranch.kernels.schedule.walk import Item

@@ -21,11 +21,10 @@ from anabranch.kernels.config import (
 )
 from anabranch.kernels.constants import AttendProgram, attend_program
 from anabranch.kernels.list_config import select_lists
-from anabranch.kernels.load.boxes import box_keys
+from anabranch.kernels.load.arguments import box_keys
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import words_of
-from anabranch.kernels.parts.parts_layout import OpenPlan, PartsLayout, lay_out_parts
-from anabranch.kernels.parts.slots import num_slots
+from anabranch.kernels.parts.slots import OpenPlan, PartsLayout, lay_out_parts, num_slots
 from anabranch.kernels.schedule.schedule import schedule
 from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list

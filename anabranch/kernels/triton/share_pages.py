@@ -31,7 +31,6 @@ def share_pages(
     min_saved_keys: int,
     min_total_keys: int,
 ) -> tuple[torch.Tensor, ...]:
-    """The fields of `SharedPages`."""
     num_seqs, max_pages = page_table.shape
     num_spans = levels * (num_seqs + 1)
     common, cu_seqlens, spans, rest_lens = (

@@ -19,7 +19,7 @@ Start with: anabranch generate "Why do rivers meander?"
 MODULES = {
     "generate": "anabranch.llm.cli.generate",
     "serve": "anabranch.llm.cli.serve",
-    "bench": "anabranch.bench.commands",
+    "bench": "anabranch.llm.bench.commands",
 }
 
 

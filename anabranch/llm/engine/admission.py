@@ -17,9 +17,8 @@ from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 from anabranch.llm.grammar.token_rules import TokenRules, token_mask
 from anabranch.llm.sampling.noise import child_seed, fresh_seed
 from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.sequences.page_pool import PagePool
+from anabranch.llm.sequences.page_pool import PagePool, SequencePages
 from anabranch.llm.sequences.sequence import Sequence
-from anabranch.llm.sequences.sequence_pages import SequencePages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

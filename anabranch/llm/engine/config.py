@@ -61,7 +61,6 @@ class SpeculativeConfig:
 
     @property
     def has_trees(self) -> bool:
-        """Whether drafts form trees."""
         return self.tree_width > 1
 
 

@@ -68,7 +68,6 @@ class Detokeniser:
         self._remember(context)
 
     def push(self, token: int) -> None:
-        """Add a token."""
         if not self._texts.is_text(token):
             return
         if token in self._texts.bytes_of:

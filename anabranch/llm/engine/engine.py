@@ -29,8 +29,7 @@ from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.sampler import Sampler
 from anabranch.llm.sampling.samples import HostLogprobs
 from anabranch.llm.sequences.page_pool import PagePool
-from anabranch.llm.sequences.scheduled import Scheduled
-from anabranch.llm.sequences.sequence import Sequence
+from anabranch.llm.sequences.sequence import Scheduled, Sequence
 from anabranch.llm.speculative.adaptive import AdaptiveDrafts
 
 log = logging.getLogger("anabranch")

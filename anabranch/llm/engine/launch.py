@@ -19,8 +19,7 @@ from anabranch.llm.sampling.sampler import Sampler
 from anabranch.llm.sampling.samples import PendingSamples, SampleOutput
 from anabranch.llm.sampling.token_logprobs import Logprob, TokenLogprobs, top_entries
 from anabranch.llm.sampling.transfer import Download, download
-from anabranch.llm.sequences.scheduled import Scheduled
-from anabranch.llm.sequences.sequence import Sequence
+from anabranch.llm.sequences.sequence import Scheduled, Sequence
 from anabranch.llm.speculative.proposer import Proposer
 
 

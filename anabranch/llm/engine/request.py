@@ -33,16 +33,13 @@ class Request:
 
     @property
     def finished(self) -> bool:
-        """Whether all continuations are."""
         return all(seq.finished for seq in self.seqs)
 
     @property
     def num_output(self) -> int:
-        """Tokens of all continuations."""
         return sum(seq.num_output for seq in self.seqs)
 
     def output(self) -> RequestOutput:
-        """A snapshot."""
         first = self.seqs[0]
         prompt_logprobs: list[TokenLogprobs | None] | None = None
         if self.params.prompt_logprobs is not None:

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from anabranch.llm.sequences.page_pool import PagePool
-from anabranch.llm.sequences.scheduled import Scheduled
-from anabranch.llm.sequences.sequence import Sequence
+from anabranch.llm.sequences.sequence import Scheduled, Sequence
 
 # Tokens of a prompt that take longer than the step or two until another sequence has computed them:
 # at 8 billion weights an H200 computes about as many in the time of a decode step.
@@ -42,7 +41,6 @@ class Scheduler:
         self._rows = list(range(max_num_seqs))[::-1]
 
     def add(self, seq: Sequence) -> None:
-        """Queue a new sequence."""
         self.waiting.append(seq)
 
     def remove(self, seq: Sequence) -> None:

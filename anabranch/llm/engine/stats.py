@@ -72,6 +72,5 @@ class EngineStats:
         self.num_saturated += (counter - self.num_saturated) % (1 << 32)
 
     def add_times(self, times: dict[str, float]) -> None:
-        """Of one step."""
         for name, taken in times.items():
             self.stage_ms[name] = self.stage_ms.get(name, 0.0) + taken

@@ -10,7 +10,7 @@ import numpy as np
 from anabranch.llm.grammar.token_rules import num_words
 from anabranch.llm.sampling.batch import SampleBatch, TokenMasks
 from anabranch.llm.sampling.transfer import Array, Download
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 
 
 class StepMasks(NamedTuple):

@@ -9,8 +9,13 @@ import torch
 from torch import nn
 from transformers import AttentionInterface
 
-from anabranch.kernels.cpu.decoder import AttentionWeights, OutputWeights
-from anabranch.kernels.cpu.layer_run import LayerRun, PagedStep, RunLayer
+from anabranch.kernels.cpu.decoder import (
+    AttentionWeights,
+    LayerRun,
+    OutputWeights,
+    PagedStep,
+    RunLayer,
+)
 
 
 class StepFunction(Protocol):

@@ -66,7 +66,6 @@ class GatheredLinear(nn.Module):
         self._ranks = ranks
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole output."""
         own = self.linear(x).contiguous()
         shape = (self._ranks.num_ranks, *own.shape)
         parts = torch.empty(shape, dtype=own.dtype, device=own.device)

@@ -13,12 +13,13 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from anabranch.compositions.sections import LayerRules
 from anabranch.distributed.attend_across import attend_across
 from anabranch.distributed.dealt_kv import DealtKV
 from anabranch.distributed.plan_across import AcrossPlan, plan_across
 from anabranch.distributed.rank_group import RankGroup
 from anabranch.keys import KeySource, PagedKV
-from anabranch.llm.runner.step import LayerRules, Step
+from anabranch.llm.runner.step import Step
 from anabranch.llm.runner.step_layout import Ints
 from anabranch.state import AttentionState
 
@@ -58,13 +59,13 @@ class DealtStep(Step):
         del given, options
         return False
 
-    def _state(
+    def attend_entry(
         self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules
     ) -> AttentionState:
         """Attention of one entry to the keys of all ranks."""
         entry, ranks = self.entries[place], self.dealt.ranks
         if entry.is_fresh:  # every rank has computed all keys, in this step
-            return Step._state(self, q, place, keys, rules)
+            return Step.attend_entry(self, q, place, keys, rules)
         pages = cast("PagedKV", keys)  # as an entry whose keys are not all new has them
         own = DealtKV(
             pages.k, pages.v, pages.page_table, pages.seq_lens, ranks.rank, ranks.num_ranks

@@ -40,7 +40,6 @@ class FixedArrays:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """On the device."""
         return self._device.views
 
     def write(self) -> Arrays:

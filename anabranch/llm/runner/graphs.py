@@ -24,7 +24,6 @@ class GraphKey(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in all."""
         return self.q_len * self.batch
 
     def num_seqs(self, scorer: Scorer) -> int:

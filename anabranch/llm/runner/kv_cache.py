@@ -61,7 +61,6 @@ class LayerCache:
         return [self.k, self.v, self.k_scales, self.v_scales, self.saturated]
 
     def keys(self, page_table: torch.Tensor, seq_lens: torch.Tensor) -> PagedKV:
-        """As `attend` reads them."""
         if self.is_plain:
             return PagedKV(self.k, self.v, page_table, seq_lens)
         scales = {"k_scales": self.k_scales, "v_scales": self.v_scales}

@@ -10,12 +10,12 @@ import torch
 from anabranch.append import append_kv
 from anabranch.compositions.latent_prompt import attend_latent_prompt
 from anabranch.compositions.prompt_pieces import make_prompt_layout
+from anabranch.compositions.sections import LayerRules
 from anabranch.compositions.up_projection import UpProjection
 from anabranch.keys import LatentKV, RaggedKV
-from anabranch.llm.runner.entry import Entry
-from anabranch.llm.runner.host_lens import HostLens
 from anabranch.llm.runner.kv_cache import LayerCache
-from anabranch.llm.runner.step import LayerRules, Step
+from anabranch.llm.runner.step import Entry, Step
+from anabranch.llm.runner.step_layout import HostLens
 from anabranch.merge import merge
 from anabranch.state import AttentionState
 
@@ -74,7 +74,7 @@ class LatentCall(NamedTuple):
     def state(self, place: int, *, alone: bool) -> AttentionState:
         """The state of one entry, with values of every head; `alone` it has all their keys."""
         step, up, entry = self.step, self.up, self.step.entries[place]
-        rules, num_tokens = LayerRules(self.scale, None, None, None), entry.tokens.stop
+        rules, num_tokens = LayerRules(self.scale), entry.tokens.stop
         lens = None
         if step.host_lens is not None and alone and entry.causal and entry.tree_mask is None:
             lens = step.host_lens.within(entry.tokens)

@@ -17,7 +17,7 @@ from torch import nn
 
 from anabranch.attend import attend
 from anabranch.compositions.up_projection import UpProjection
-from anabranch.kernels.cpu.layer_run import PagedStep
+from anabranch.kernels.cpu.decoder import PagedStep
 from anabranch.keys import DenseKV
 from anabranch.llm.runner.kv_cache import LayerCache, LayerShape
 from anabranch.llm.runner.latent_step import attend_fresh_rows, attend_latent

@@ -16,15 +16,22 @@ from anabranch.kernels.cpu.waiting import CoreSharing
 from anabranch.llm.runner.cache_rows import CacheRows
 from anabranch.llm.runner.dealt_step import DealtPages
 from anabranch.llm.runner.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
-from anabranch.llm.runner.host_lens import HostLens
 from anabranch.llm.runner.kv_cache import LayerCache
 from anabranch.llm.runner.model_attention import Layers, bind_layers, running
 from anabranch.llm.runner.step import Step
 from anabranch.llm.runner.step_choice import StepChoice, fitting_key
 from anabranch.llm.runner.step_inputs import StepInputs
-from anabranch.llm.runner.step_layout import SHORT, WHOLE, DecodeWay, Scorer, StepLayout, lay_out
+from anabranch.llm.runner.step_layout import (
+    SHORT,
+    WHOLE,
+    DecodeWay,
+    HostLens,
+    Scorer,
+    StepLayout,
+    lay_out,
+)
 from anabranch.llm.runner.step_work import StepWork
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 
 WARM_CONTEXT = 32768  # keys before a prompt: enough that its heads are expanded in groups
 

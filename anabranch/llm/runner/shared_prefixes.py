@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from anabranch.compositions.cascade import MIN_SAVED_BYTES, MIN_SAVED_KEYS
 from anabranch.llm.runner.step_layout import SHORT
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 
 LEVELS = (1, 3)  # that have graphs: one prompt of many samples; prompt, document, conversation
 

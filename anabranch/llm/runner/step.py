@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 
@@ -19,26 +19,33 @@ from anabranch.compositions.cascade import (
     make_cascade,
 )
 from anabranch.compositions.prompt_pieces import PromptLayout
+from anabranch.compositions.sections import LayerRules, Section, SectionPlans, attend_section
 from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
-from anabranch.kernels.cpu.layer_run import PagedStep
+from anabranch.kernels.cpu.decoder import PagedStep
 from anabranch.keys import KeySource, PagedKV
-from anabranch.llm.runner.entry import Entry
-from anabranch.llm.runner.host_lens import HostLens
 from anabranch.llm.runner.kv_cache import LayerCache
 from anabranch.llm.runner.sparse_decode import SparseDecode
-from anabranch.llm.runner.step_layout import WHOLE
+from anabranch.llm.runner.step_layout import WHOLE, DecodeWay, HostLens
 from anabranch.merge import merge
 from anabranch.plan import Plan, make_plan
 from anabranch.state import AttentionState
 
 
-class LayerRules(NamedTuple):
-    """What a layer adds to the rules of an entry."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Entry(Section):
+    """A section, and the way of its sequences."""
 
-    scale: float
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None  # [num_heads]
+    way: DecodeWay = WHOLE  # in layers without a window
+
+    def keys(self, k: torch.Tensor, v: torch.Tensor, cache: LayerCache) -> KeySource:
+        """The keys of these sequences, given the step's new ones.
+
+        New keys are read as they are only where the cache holds the same numbers: what a token
+        attends to does not depend on how its prompt was cut into steps.
+        """
+        if self.is_fresh and cache.is_plain:
+            return self.new_keys(k, v)
+        return cache.keys(self.page_table, self.seq_lens)
 
 
 @dataclass(slots=True, eq=False)
@@ -57,7 +64,10 @@ class Step:
     min_saved_keys: int = MIN_SAVED_KEYS  # for which a prefix is attended to once for its group
     min_saved_bytes: int = MIN_SAVED_BYTES  # by all groups, for which any prefix is
     sparse: SparseDecode | None = None  # what chooses pages for entries that select
-    _plans: dict[tuple[object, ...], Plan] = field(default_factory=dict[tuple[object, ...], Plan])
+    _plans: SectionPlans = field(default_factory=SectionPlans)
+    _sparse_plans: dict[tuple[object, ...], Plan] = field(
+        default_factory=dict[tuple[object, ...], Plan]
+    )
     _cascades: dict[tuple[object, ...], Cascade] = field(
         default_factory=dict[tuple[object, ...], Cascade]
     )
@@ -113,7 +123,7 @@ class Step:
                 if self.entries[place].way.selects and window is None:
                     states.append(self._sparse_state(q, place, keys, rules, cache))
                 else:
-                    states.append(self._state(q, place, keys, rules))
+                    states.append(self.attend_entry(q, place, keys, rules))
             outs.append(states[0].out if len(states) == 1 else merge(*states, with_lse=False))
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
@@ -162,30 +172,15 @@ class Step:
     def attend_entry(
         self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules
     ) -> AttentionState:
-        """Attention of one entry to keys that may be others than those of the cache."""
-        return self._state(q, place, keys, rules)
-
-    def _state(
-        self, q: torch.Tensor, place: int, keys: KeySource, rules: LayerRules
-    ) -> AttentionState:
-        """Attention of one entry."""
+        """Attention of one entry to its keys, which may be others than those of the cache."""
         entry = self.entries[place]
-        if rules.window is not None and not entry.causal:
-            raise ValueError(f"an entry of earlier keys has no window, got {rules.window}")
+        tokens, plan = q[entry.tokens], None
         if entry.way.levels and rules.window is None:
-            return self._cascade_state(q[entry.tokens], place, keys, rules)
-        return attend(
-            q[entry.tokens],
-            keys,
-            cu_seqlens_q=entry.cu_seqlens_q,
-            causal=entry.causal,
-            tree_mask=entry.tree_mask,
-            window=rules.window,
-            softcap=rules.softcap,
-            scale=rules.scale,
-            sinks=rules.sinks,
-            plan=self._plan(q, place, keys, rules.window),
-        )
+            return self._cascade_state(tokens, place, keys, rules)
+        if q.device.type != "cpu":
+            options: Any = {"window": rules.window, "fused_merge": self.fused_merge}
+            plan = self._plans.find(entry, tokens, keys, **options)
+        return attend_section(entry, tokens, keys, rules, plan)
 
     def _observe(self, cache: LayerCache, window: int | None) -> None:
         if self.sparse is not None and window is None:
@@ -198,11 +193,12 @@ class Step:
         assert self.sparse is not None
         tokens = q[self.entries[place].tokens]
         kind = (place, "selects", *_shapes(q, keys))
-        before, plan = self._chosen.get(kind), self._plans.get(kind)
+        before, plan = self._chosen.get(kind), self._sparse_plans.get(kind)
         chosen, source = self.sparse.choose(tokens, cast("PagedKV", keys), cache, before)
         self._chosen[kind] = source
         if plan is None and q.device.type != "cpu":
-            plan = self._plans[kind] = make_plan(chosen, source, fused_merge=self.fused_merge)
+            plan = make_plan(chosen, source, fused_merge=self.fused_merge)
+            self._sparse_plans[kind] = plan
         found = attend(chosen, source, softcap=rules.softcap, scale=rules.scale, plan=plan)
         shape = tokens.shape[:2]
         state = AttentionState(*(x.reshape(*shape, *x.shape[2:]) for x in found))
@@ -236,28 +232,6 @@ class Step:
             sinks=rules.sinks,
             tree_mask=entry.tree_mask,
         )
-
-    def _plan(
-        self, q: torch.Tensor, place: int, keys: KeySource, window: int | None
-    ) -> Plan | None:
-        """The plan of an entry, which layers of the same shapes and window share."""
-        if q.device.type == "cpu":
-            return None
-        kind = (place, window, *_shapes(q, keys))
-        plan = self._plans.get(kind)
-        if plan is None:
-            entry = self.entries[place]
-            plan = make_plan(
-                q[entry.tokens],
-                keys,
-                cu_seqlens_q=entry.cu_seqlens_q,
-                causal=entry.causal,
-                window=window,
-                tree_mask=entry.tree_mask,
-                fused_merge=self.fused_merge,
-            )
-            self._plans[kind] = plan
-        return plan
 
 
 def _are_alike(caches: Sequence[LayerCache]) -> bool:

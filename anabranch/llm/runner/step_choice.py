@@ -13,7 +13,7 @@ from anabranch.llm.runner.shared_prefixes import LEVELS, SharedPrefixes
 from anabranch.llm.runner.sparse_decode import SparseDecode
 from anabranch.llm.runner.step import Step
 from anabranch.llm.runner.step_layout import SHORT, DecodeWay, short_first
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 
 
 @dataclass(slots=True)

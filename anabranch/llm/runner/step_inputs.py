@@ -7,9 +7,8 @@ import torch
 from numpy.typing import NDArray
 
 from anabranch.compositions.tree import DraftTree, make_draft_tree
-from anabranch.llm.runner.entry import Entry
 from anabranch.llm.runner.fixed_arrays import FixedArrays
-from anabranch.llm.runner.step import Step
+from anabranch.llm.runner.step import Entry, Step
 from anabranch.llm.runner.step_layout import WHOLE, DecodeWay, StepLayout
 
 INT32 = ("parents", "cu_seqlens", "cu_long", "seq_lens", "long_lens")

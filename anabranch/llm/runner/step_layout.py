@@ -5,15 +5,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from anabranch.compositions.tree import MAX_NODES
-from anabranch.llm.runner.host_lens import HostLens
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
+
+
+class HostLens(NamedTuple):
+    """New tokens and earlier keys of every sequence."""
+
+    q_lens: tuple[int, ...]
+    context_lens: tuple[int, ...]
+
+    def within(self, tokens: slice) -> HostLens:
+        """Those of the sequences whose tokens are some of the step's."""
+        ends = accumulate(self.q_lens)
+        seqs = [seq for seq, end in enumerate(ends) if tokens.start < end <= tokens.stop]
+        return HostLens(*(tuple(lens[seq] for seq in seqs) for lens in self))
+
 
 Ints = NDArray[np.int64]
 SHORT = 32  # queries of a sequence up to which it is attended to like a decode
@@ -57,7 +70,6 @@ class StepLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to run."""
         return len(self.ids)
 
     @property

@@ -62,7 +62,6 @@ class SampleBatch:
 
     @property
     def max_drafts(self) -> int:
-        """The width of `draft_tokens`."""
         return 0 if self.draft_tokens is None else self.draft_tokens.shape[1]
 
     @property

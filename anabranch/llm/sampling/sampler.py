@@ -51,7 +51,6 @@ class Sampler:
         self._taken.add(row)
 
     def remove(self, row: int) -> None:
-        """Frees a row."""
         if row not in self._taken:
             raise ValueError(f"row {row} holds no request")
         self._taken.remove(row)

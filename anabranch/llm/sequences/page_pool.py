@@ -1,4 +1,4 @@
-"""Which pages are in use, and which content the others still hold.
+"""Pages of the cache: which are in use, which content the others still hold, and whose they are.
 
 A page is counted by its users. Released, it waits at the end of a queue with its content still
 findable by digest, and is taken from the front when a page is needed: the least recently used.
@@ -6,7 +6,10 @@ findable by digest, and is taken from the front when a page is needed: the least
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections import OrderedDict
+from collections.abc import Sequence
 
 
 class PagePool:
@@ -74,3 +77,113 @@ class PagePool:
     def is_drafted(self, page: int) -> bool:
         """Whether the draft model's keys of a page are there as well."""
         return page in self._drafted
+
+
+def page_digest(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Digest of a page's tokens and of everything before them."""
+    return hashlib.blake2b(parent + array("q", tokens).tobytes(), digest_size=16).digest()
+
+
+class SequencePages:
+    """A page table on the host, and the digests of full pages of the sequence's tokens.
+
+    Tokens that were given once never change, so a digest is made once, however often a sequence
+    waits for pages or gives them up.
+    """
+
+    def __init__(self, pool: PagePool, page_size: int, root: bytes = b"") -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.root = root  # prefixes are shared among sequences of the same root only
+        self.pages: list[int] = []
+        self._digests: list[bytes] = []
+        self._num_findable = 0  # pages that are full, computed and known to the pool
+        self._num_drafted = 0  # pages at the front that the draft model has computed as well
+
+    def match_prefix(self, tokens: Sequence[int]) -> int:
+        """Share the pages that hold a prefix of `tokens`; how many tokens that are.
+
+        The last token is never matched: it must be computed for its logits.
+        """
+        assert not self.pages
+        for index in range((len(tokens) - 1) // self.page_size):
+            page = self.pool.find(self._digest(tokens, index))
+            if page is None:
+                break
+            self.pool.share(page)
+            self.pages.append(page)
+        self._num_findable = len(self.pages)
+        while self._num_drafted < len(self.pages):
+            if not self.pool.is_drafted(self.pages[self._num_drafted]):
+                break
+            self._num_drafted += 1
+        return len(self.pages) * self.page_size
+
+    def num_promised(
+        self, tokens: Sequence[int], other: SequencePages, theirs: Sequence[int]
+    ) -> int:
+        """How many tokens after those that were matched another sequence is yet to compute.
+
+        tokens, theirs  of this sequence and the other
+        """
+        index, size = len(self.pages), self.page_size
+        start, room = index * size, min(len(tokens) - 1, len(theirs))
+        if other._num_findable > index or start + size > room or other.root != self.root:
+            return 0
+        if len(other._digests) < index or self._digest(tokens, index) != other._digest(
+            theirs, index
+        ):
+            return 0
+        pairs = zip(tokens[start:room], theirs[start:room], strict=True)
+        differs = next((i for i, (a, b) in enumerate(pairs) if a != b), room - start)
+        return differs // size * size
+
+    @property
+    def num_drafted(self) -> int:
+        """Tokens at the front whose pages hold the draft model's keys as well."""
+        return self._num_drafted * self.page_size
+
+    def mark_drafted(self, num_tokens: int) -> None:
+        """The draft model has computed this many tokens; a page that it has not is not marked.
+
+        Pages are found by what the target has computed. The draft model computes what it lacks of
+        a page that was found, for all that share it.
+        """
+        full = num_tokens // self.page_size
+        for page in self.pages[self._num_drafted : full]:
+            self.pool.mark_drafted(page)
+        self._num_drafted = max(full, self._num_drafted)
+
+    def num_missing(self, num_tokens: int) -> int:
+        """Pages to take before the sequence can hold this many tokens."""
+        return max(-(-num_tokens // self.page_size) - len(self.pages), 0)
+
+    def grow(self, num_tokens: int) -> bool:
+        """Take pages for this many tokens, all or none; whether there were enough."""
+        missing = self.num_missing(num_tokens)
+        if missing > self.pool.num_free:
+            return False
+        self.pages.extend(self.pool.take() for _ in range(missing))
+        return True
+
+    def remember(self, tokens: Sequence[int], num_computed: int) -> None:
+        """Make pages findable whose tokens are all known and computed."""
+        full = min(num_computed, len(tokens)) // self.page_size
+        for index in range(self._num_findable, full):
+            self.pool.remember(self.pages[index], self._digest(tokens, index))
+        self._num_findable = max(full, self._num_findable)
+
+    def release(self) -> None:
+        """Give all pages back, the last first: a prefix outlives what follows it."""
+        for page in reversed(self.pages):
+            self.pool.release(page)
+        self.pages.clear()
+        self._num_findable = self._num_drafted = 0
+
+    def _digest(self, tokens: Sequence[int], index: int) -> bytes:
+        """Of a full page; those before it have been asked for already."""
+        if index == len(self._digests):
+            parent = self._digests[-1] if self._digests else self.root
+            start = index * self.page_size
+            self._digests.append(page_digest(parent, tokens[start : start + self.page_size]))
+        return self._digests[index]

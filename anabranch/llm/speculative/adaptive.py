@@ -34,7 +34,6 @@ class Mean:
     count: int = 0
 
     def add(self, value: float) -> None:
-        """One more value."""
         self.count += 1
         weight = max(1 / self.count, 1 - MEMORY)
         self.value += (value - self.value) * weight
@@ -51,7 +50,6 @@ class Times:
     _last: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def add(self, ms: float) -> None:
-        """One more time."""
         self.count += 1
         self._last.append(ms)
 

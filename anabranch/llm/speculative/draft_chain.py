@@ -15,7 +15,7 @@ import torch
 
 from anabranch.llm.runner.graphs import Forward, Graphs, Progress
 from anabranch.llm.runner.model_runner import ModelRunner
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 from anabranch.llm.speculative.draft_draws import DraftDraws, Kind
 from anabranch.llm.speculative.draft_inputs import DraftInputs
 

@@ -19,7 +19,7 @@ from anabranch.llm.sampling.filters import apply_filters, top_k_bounds
 from anabranch.llm.sampling.logits import clean_scores, first_argmax, log_weights
 from anabranch.llm.sampling.noise import draw, noise_keys
 from anabranch.llm.sampling.parameter_rows import SamplingRows, Work
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 
 MAX_TOP_K = 64  # a larger top_k draws drafts from this many tokens
 INERT = {"greedy": True, "inverse_temperature": 1.0, "log_min_p": -np.inf, "top_k": 0, "top_p": 1.0}

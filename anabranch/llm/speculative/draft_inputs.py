@@ -13,11 +13,10 @@ from typing import NamedTuple
 import torch
 
 from anabranch.compositions.tree import make_draft_tree
-from anabranch.llm.runner.entry import Entry
 from anabranch.llm.runner.fixed_arrays import FixedArrays
-from anabranch.llm.runner.step import Step
+from anabranch.llm.runner.step import Entry, Step
 from anabranch.llm.runner.step_inputs import aligned
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 
 CATCH_UP = 2  # tokens the draft model has not computed after all drafts were accepted
 

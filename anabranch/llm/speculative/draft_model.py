@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 from anabranch.llm.speculative.draft_chain import DraftChain
 from anabranch.llm.speculative.draft_inputs import CATCH_UP
 

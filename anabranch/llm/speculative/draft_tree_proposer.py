@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 from anabranch.llm.speculative.draft_model import DraftProposer
 from anabranch.llm.speculative.tree_chain import MAX_DEPTH, TreeChain
 from anabranch.llm.speculative.tree_growth import AcceptanceRates, grow_tree, outcomes

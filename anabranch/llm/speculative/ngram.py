@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from anabranch.llm.runner.stage_clock import StageClock
-    from anabranch.llm.sequences.scheduled import Scheduled
-    from anabranch.llm.sequences.sequence import Sequence
+    from anabranch.llm.sequences.sequence import Scheduled, Sequence
 
 
 def new_ngrams(

@@ -15,8 +15,7 @@ from anabranch.llm.speculative.tree_growth import AcceptanceRates, grow_tree, ou
 
 if TYPE_CHECKING:
     from anabranch.llm.runner.stage_clock import StageClock
-    from anabranch.llm.sequences.scheduled import Scheduled
-    from anabranch.llm.sequences.sequence import Sequence
+    from anabranch.llm.sequences.sequence import Scheduled, Sequence
 
 LONGEST = 8  # tokens in a row that agree, beyond which more say nothing
 # Of rank 0 by agreement, as measured for SmolLM2 on the demo's text; of the others, a share of what

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from anabranch.llm.runner.stage_clock import StageClock
-    from anabranch.llm.sequences.scheduled import Scheduled
-    from anabranch.llm.sequences.sequence import Sequence
+    from anabranch.llm.sequences.sequence import Scheduled, Sequence
 
 
 class Proposer(Protocol):

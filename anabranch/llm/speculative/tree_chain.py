@@ -14,7 +14,7 @@ import torch
 from anabranch.compositions.tree import node_depths
 from anabranch.llm.runner.fixed_arrays import FixedArrays
 from anabranch.llm.runner.model_runner import ModelRunner
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 from anabranch.llm.speculative.draft_chain import ChainKey, DraftChain
 from anabranch.llm.speculative.draft_draws import DraftDraws
 from anabranch.llm.speculative.draft_inputs import DraftInputs

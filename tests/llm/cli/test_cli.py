@@ -15,10 +15,12 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("typer")
 
+from attention_bench.attention_options import AttentionOptions
 from rich.console import Console
+from source_commands import ATTENTION, ENGINE
 from typer.testing import CliRunner
 
-from anabranch.bench.commands import ATTENTION, BENCHES, AttentionOptions
+from anabranch.llm.bench import commands
 from anabranch.llm.cli.command_group import app
 from anabranch.llm.cli.engine_options import ServingOptions
 from anabranch.llm.cli.generate import GenerateOptions
@@ -60,7 +62,7 @@ def generate(model: str, *arguments: str, **more: Any) -> Any:
 COMMANDS = [
     ("generate",),
     ("serve",),
-    *(("bench", name) for name in (*ATTENTION, *BENCHES)),
+    *(("bench", name) for name in (*commands.OPTIONS, *commands.IN_SOURCE_TREE)),
 ]
 
 
@@ -80,7 +82,7 @@ OPTIONS: dict[tuple[str, ...], type] = {
     ("generate",): GenerateOptions,
     ("serve",): ServeCommandOptions,
     **{("bench", name): AttentionOptions for name in ATTENTION},
-    **{("bench", name): kind for name, kind in BENCHES.items()},
+    **{("bench", name): kind for name, kind in (commands.OPTIONS | ENGINE).items()},
 }
 
 
@@ -181,7 +183,7 @@ def test_generate_and_serve_import_no_benchmark() -> None:
     script = (
         "import sys, anabranch.llm.cli.generate, anabranch.llm.cli.serve, "
         "anabranch.llm.cli.printed_answer, anabranch.llm.cli.profile, anabranch.llm.cli.summary\n"
-        "print([name for name in sys.modules if name.startswith('anabranch.bench')])"
+        "print([name for name in sys.modules if name.startswith('anabranch.llm.bench')])"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=False
@@ -385,7 +387,7 @@ def test_the_command_line_needs_no_engine() -> None:
         "import sys\n"
         "for name in ('transformers', 'tokenizers', 'safetensors'): sys.modules[name] = None\n"
         "import anabranch.llm.cli.command_group\n"
-        "import anabranch.bench.commands, anabranch.bench.case_runner"
+        "import anabranch.llm.bench.commands, attention_bench.case_runner"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

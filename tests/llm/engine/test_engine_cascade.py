@@ -25,10 +25,8 @@ from anabranch.llm.runner.kv_cache import LayerShape
 from anabranch.llm.runner.shared_prefixes import LEVELS, SharedPrefixes, saved_pages
 from anabranch.llm.runner.step_layout import DecodeWay
 from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.sequences.page_pool import PagePool
-from anabranch.llm.sequences.scheduled import Scheduled
-from anabranch.llm.sequences.sequence import Sequence
-from anabranch.llm.sequences.sequence_pages import SequencePages
+from anabranch.llm.sequences.page_pool import PagePool, SequencePages
+from anabranch.llm.sequences.sequence import Scheduled, Sequence
 
 PAGE = 4
 

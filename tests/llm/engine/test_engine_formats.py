@@ -29,9 +29,8 @@ from anabranch.llm.engine.llm import LLM
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.models import load_model
 from anabranch.llm.runner.cache_formats import CacheFormats, parse_cache_formats
-from anabranch.llm.runner.entry import Entry
 from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers, page_bytes
-from anabranch.llm.runner.step import Step
+from anabranch.llm.runner.step import Entry, Step
 from anabranch.llm.sampling.params import SamplingParams
 
 PAIRS = ["fp8_tensor", "fp8", "int8", "q8_0", "q8_0/fp8", "auto/int8", "fp8/auto"]

@@ -40,7 +40,7 @@ from anabranch.llm.runner.graphs import GraphKey, Graphs, graph_batches
 from anabranch.llm.runner.model_runner import ModelRunner
 from anabranch.llm.sampling import samples as sample_output
 from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 from anabranch.llm.speculative.draft_chain import chain_keys
 
 pytestmark = pytest.mark.gpu

@@ -21,9 +21,8 @@ from tolerance import assert_close
 from anabranch import attend, bound_pages, reference, select_pages, select_recent
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.llm import LLM
-from anabranch.llm.runner.entry import Entry
 from anabranch.llm.runner.sparse_decode import SparseConfig, SparseDecode
-from anabranch.llm.runner.step import Step
+from anabranch.llm.runner.step import Entry, Step
 from anabranch.llm.runner.step_layout import DecodeWay
 
 # No prompt ends one token after a page: what is computed of it is never a step of one token.

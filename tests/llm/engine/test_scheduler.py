@@ -12,10 +12,8 @@ from anabranch.llm.engine.scheduler import MOST_PASSED, Scheduler
 from anabranch.llm.runner.step_layout import Scorer, lay_out
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sequences import sequence_pages
-from anabranch.llm.sequences.page_pool import PagePool
-from anabranch.llm.sequences.scheduled import Scheduled
-from anabranch.llm.sequences.sequence import Sequence
-from anabranch.llm.sequences.sequence_pages import SequencePages, page_digest
+from anabranch.llm.sequences.page_pool import PagePool, SequencePages, page_digest
+from anabranch.llm.sequences.sequence import Scheduled, Sequence
 
 PAGE = 4
 

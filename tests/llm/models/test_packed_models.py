@@ -15,7 +15,7 @@ pytest.importorskip("gguf")
 from gguf_files import GGUF_NAMES, SIZES, tiny_llama, write_gguf  # noqa: E402
 
 from anabranch import LLM, SamplingParams  # noqa: E402
-from anabranch.kernels.cpu.layer_run import LayerRun  # noqa: E402
+from anabranch.kernels.cpu.decoder import LayerRun  # noqa: E402
 from anabranch.kernels.cpu.native import native  # noqa: E402
 from anabranch.llm.models import Activations, load_model  # noqa: E402
 from anabranch.llm.models.packed_file import DATA, INDEX  # noqa: E402

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers, page_bytes
-from anabranch.llm.sequences.page_pool import PagePool
-from anabranch.llm.sequences.sequence_pages import SequencePages, page_digest
+from anabranch.llm.sequences.page_pool import PagePool, SequencePages, page_digest
 
 NUM_PAGES, PAGE = 5, 4
 DIGESTS = st.integers(0, 7).map(lambda n: bytes([n]))

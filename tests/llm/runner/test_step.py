@@ -10,9 +10,8 @@ import torch
 from tolerance import assert_close
 
 from anabranch import reference
-from anabranch.llm.runner.entry import Entry
 from anabranch.llm.runner.kv_cache import LayerCache
-from anabranch.llm.runner.step import Step
+from anabranch.llm.runner.step import Entry, Step
 
 PAGE, NUM_HEADS, NUM_KV_HEADS, DIM = 4, 4, 2, 8
 RULES: dict[str, Any] = {"scale": DIM**-0.5, "window": None, "softcap": None, "sinks": None}
@@ -83,7 +82,7 @@ def test_a_branch_of_a_tree_sees_its_ancestors_only() -> None:
 @torch.inference_mode()
 def test_an_entry_of_earlier_keys_counts_no_window() -> None:
     prefix = Entry(slice(0, 1), ints(0, 1), ints(PAGE), ints(0)[None], causal=False)
-    with pytest.raises(ValueError, match="window, got 3"):
+    with pytest.raises(ValueError, match="window needs causal attention, got window=3"):
         run(Step([prefix], torch.tensor([-1])), random_tokens(1), random_cache(1), window=3)
 
 

@@ -30,7 +30,7 @@ from anabranch.llm.sampling.batch import SampleBatch
 from anabranch.llm.sampling.parameter_rows import SamplingRows
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.sampler import Sampler
-from anabranch.llm.sequences.scheduled import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled
 from anabranch.llm.speculative.draft_chain import ChainKey, DraftChain, chain_keys
 from anabranch.llm.speculative.draft_draws import DraftDraws, Kind
 

@@ -48,8 +48,7 @@ from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.runner.step_layout import Scorer, lay_out
 from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.sequences.scheduled import Scheduled
-from anabranch.llm.sequences.sequence import Origin
+from anabranch.llm.sequences.sequence import Origin, Scheduled
 
 TREE = {"method": "ngram", "min_ngram": 1, "adaptive": False, "tree_width": 3, "num_drafts": 7}
 PROMPTS = random_prompts(lengths=(1, 15, 16, 17, 40))

@@ -1,1 +1,0 @@
-"""Benchmarks: cases, implementations, timing and results, and one runner for all."""

@@ -1,1 +1,0 @@
-"""Benchmarks of the whole engine: latency, throughput, sweeps over context, scorers."""

@@ -1,0 +1,1 @@
+"""Benchmarks of attention: one runner, cases, implementations, peers, timing, results."""

@@ -1,0 +1,1 @@
+"""Lists of keys, shared prefixes and draft trees: cases and implementations of each."""

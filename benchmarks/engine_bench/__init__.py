@@ -1,0 +1,1 @@
+"""Studies of the engine and of a server that need the source tree."""
