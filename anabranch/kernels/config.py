@@ -197,13 +197,11 @@ def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int)
     """Decode and verify: transposed tiles, as many bytes under way as fit."""
     config = partial(AttendConfig, rows, keys_first=True, part_tiles=4)
     few_rows = {"merge_rows": 4, "merge_batch": 8}
-    # 28/4 heads, 24 sequences of 363 to 12795: 41.3 against 43.3 merging 16 rows at a time
+    # 28/4 heads, 24 x 363 to 12795: 41.3 against 43.3 merging 16 rows at a time
     merge = few_rows if rows_per_seq <= 8 else {"merge_rows": 16, "merge_batch": 4}
     if head_dim > 128:
         return config(32, 4, 3, 2 if rows == 16 else 1, **merge)
-    if (
-        head_dim <= 64 and rows == 16
-    ):  # 32 x 4096: 67 against 80; 14/2 heads, 10 x 25941: 42.5, 46.3
+    if head_dim <= 64 and rows == 16:  # 32 x 4096: 67 against 80 in tiles of 64 keys
         return config(128, 4, 3, 2, **merge)
     if num_pairs <= 32 and rows == 16:  # 1 x 8192: 18.0 against 22.3 in tiles of 64 keys
         return config(128, 4, 3, 1, **merge)

@@ -48,8 +48,9 @@ def select_tiles(
     is rescaled at the end of the loop: 32/8 heads of 128, 863 against 878 while the scores run.
     `few_blocks` of few rows are cut into parts, which begin sooner in small tiles. 32 queries, 8 x
     4096: 49.2 against 50.7; 8 queries, 8 x 1024: 17.3 against 19.4; 32/1 heads, 32 x 8192: 42.1
-    against 43.1. Many blocks lose by them: 8 queries, 64 x 4096: 291 against 270. Blocks that see `few_keys` end
-    sooner: 32 x 128 30.6 against 36.2; 8192 tokens, 64/8 heads of 64, window 128: 111 against 166.
+    against 43.1. Many blocks lose by them: 8 queries, 64 x 4096: 291 against 270. Blocks that see
+    `few_keys` end sooner: 32 x 128 30.6 against 36.2; 8192 tokens, 64/8 heads of 64, window 128:
+    111 against 166.
     """
     if head_dim_k > 192 or head_dim_v > 128:
         return HopperTiles(64, 2, q_in_registers=False)

@@ -24,7 +24,7 @@ from anabranch.kernels.schedule.cut_blocks import (
     query_range,
     store_blocks,
 )
-from anabranch.kernels.schedule.items import HEADER, ITEM
+from anabranch.kernels.schedule.items import HEADER, ITEM, section_of
 from anabranch.launches.recorder import launch
 
 BLOCK_M: tl.constexpr = tl.constexpr(hopper_config.BLOCK_ROWS)
@@ -32,7 +32,6 @@ LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
 FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
 # its block would have more than `most_fixed_parts`
-CACHE_BYTES: tl.constexpr = tl.constexpr(hopper_config.CACHE_BYTES)
 WHOLE_ROWS: tl.constexpr = tl.constexpr(512)  # there, sequences of so many rows are not cut
 
 
@@ -290,19 +289,3 @@ def write_items(
             tl.store(item + 7, part, kept)
             tl.store(item + 8, parts, kept)
             tl.store(item + 9, slot, kept)
-
-
-@triton.jit
-def section_of(num_keys, C: tl.constexpr):
-    """Packs attended to side by side: as many as the L2 cache holds keys and values of.
-
-    192/128 on an H200, us: 16 heads, 1 x 2048 (all fit): 54 at once, 66 in sections. 1 x 8192: 561
-    at once, 572 in two; 128 heads, 1 x 4096: 1145, and 1177 in sections twice as large.
-    """
-    section = tl.full([], C.num_packs, tl.int32)
-    bytes_a_kv_head = num_keys * C.bytes_a_key
-    for _ in tl.static_range(8):
-        kv_heads = tl.cdiv(section, C.packs_per_kv)
-        halves = (section % 2 == 0) & (kv_heads * bytes_a_kv_head > CACHE_BYTES)
-        section = tl.where(halves, section // 2, section)
-    return section
