@@ -196,9 +196,8 @@ def select_attend(
 def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int) -> AttendConfig:
     """Decode and verify: transposed tiles, as many bytes under way as fit."""
     config = partial(AttendConfig, rows, keys_first=True, part_tiles=4)
-    few_rows = {"merge_rows": 4, "merge_batch": 8}
-    # 28/4 heads, 24 x 363 to 12795: 41.3 against 43.3 merging 16 rows at a time
-    merge = few_rows if rows_per_seq <= 8 else {"merge_rows": 16, "merge_batch": 4}
+    rows_at_once, batch = (4, 8) if rows_per_seq <= 8 else (16, 4)
+    merge = {"merge_rows": rows_at_once, "merge_batch": batch}
     if head_dim > 128:
         return config(32, 4, 3, 2 if rows == 16 else 1, **merge)
     if head_dim <= 64 and rows == 16:  # 32 x 4096: 67 against 80 in tiles of 64 keys
