@@ -10,7 +10,17 @@ TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 NEWEST  := $(lastword $(TRITONS))
 KERNEL_TESTS := tests/kernels tests/attention tests/compositions
 
-.PHONY: demo test test-gpu test-distributed test-versions test-newest test-vllm test-clients mutants check bench docs clean
+# A few files of every room, each of them seconds long: an answer in 90 s on two cores.
+QUICK_TESTS := $(addprefix tests/test_,layout.py package.py files_entered.py documents.py) tests/llm/runner \
+    $(addprefix tests/attention/test_,state.py keys.py launches.py append_kv.py attend_cpu.py attend_lists.py attend_refusals.py fuzz.py) \
+    $(addprefix tests/compositions/test_,selectors.py up_projection.py) \
+    $(addprefix tests/kernels/test_,config.py cpu_kernels.py gluon.py gluon_latent.py) \
+    $(addprefix tests/integrations/test_,integrations.py vllm.py) \
+    $(addprefix tests/llm/,engine/test_scheduler.py engine/test_stop_strings.py models/test_join.py models/test_model_linear.py) \
+    $(addprefix tests/llm/,sampling/test_sampler.py sampling/test_sampling_params.py cli/test_reference.py) \
+    $(addprefix tests/llm/server/test_,server_parts.py server_gate.py answer_pieces.py)
+
+.PHONY: demo test test-quick test-gpu test-distributed test-versions test-newest test-vllm test-clients mutants check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +32,9 @@ demo: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	$(BIN)/pytest --numprocesses 2 --dist worksteal
+
+test-quick: $(VENV)/.ready
+	$(BIN)/pytest --numprocesses 2 --dist worksteal $(QUICK_TESTS)
 
 # With 4 processes too, and SmolLM2 both ways: minutes more than `make test` takes.
 test-distributed: $(VENV)/.ready

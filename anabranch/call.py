@@ -21,7 +21,7 @@ class Queries(NamedTuple):
     num_seqs: int
 
     def starts(self) -> torch.Tensor:
-        """cu_seqlens, made now if nobody gave it."""
+        """cu_seqlens, made now if it was not given."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens
         steps = torch.arange(self.num_seqs + 1, dtype=torch.int32, device=self.packed.device)

@@ -22,7 +22,7 @@ ENVIRONMENT_VARIABLE = "ANABRANCH_ATTEND"
 
 
 class Producer(Protocol):
-    """A module that makes states. A plan is its layout and a room; nobody else looks into them."""
+    """A module that makes states. A plan is its layout and a room, which no other module reads."""
 
     RESUMES: bool  # whether it goes on from the prior states of a call; else they are merged after
 

@@ -54,7 +54,7 @@ def _attend_op(
     sinks: torch.Tensor | None,
     tree_mask: torch.Tensor | None,
     impl: str | None,
-    plan_room: torch.Tensor | None,  # scratch: what is written there nobody else reads
+    plan_room: torch.Tensor | None,  # scratch: only this call reads it
     plan_number: int | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     rules = Rules(causal, window, softcap, scale, sinks, tree_mask)

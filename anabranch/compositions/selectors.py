@@ -69,7 +69,7 @@ def select_top_keys(
 def bound_pages(keys: PagedKV) -> PageBounds:
     """The bounds of all pages that sequences use; every key is read once.
 
-    Pages of nobody have bounds of -inf and inf the wrong way round, which score nothing.
+    Unused pages have a low bound of inf and a high one of -inf: no key is inside them.
     """
     _check_plain(keys)
     held = _keys_of_pages(keys)[:, None, None, None]

@@ -49,7 +49,7 @@ class Division:
     aligned_growth: int
     deals: bool
     fixed_parts: bool  # parts end where their own sequence says, whichever worker attends to them
-    folds_parts: bool  # who holds all fixed parts of a block merges them as it goes
+    folds_parts: bool  # a worker that holds all fixed parts of a block merges them as they end
     part_tiles: int
     most_parts: int
     whole_rows: int

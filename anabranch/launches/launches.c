@@ -8,36 +8,11 @@
 #include <Python.h>
 #include <stdint.h>
 
+#include "exchange.h"
+
 enum { MAX_TENSORS = 24, MAX_DIMS = 8, MAX_PARAMETERS = 160, MAX_MAPS = 16, MAP_BYTES = 128 };
 enum { VALUE, POINTER, MAP }; /* kinds of parameters, as in recorder.py */
-
-/* DLPack 1: what is used of it. */
-typedef struct { int32_t type, index; } Device;
-typedef struct { uint8_t code, bits; uint16_t lanes; } DataType;
-typedef struct {
-    void *data;
-    Device device;
-    int32_t ndim;
-    DataType dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} Tensor;
-typedef struct {
-    uint32_t major, minor;
-    void *previous, *allocate, *managed_from_object, *managed_to_object;
-    int (*tensor_from_object)(void *, Tensor *);
-    int (*current_stream)(int32_t type, int32_t index, void **);
-} Exchange;
-
-/* CUDA driver: a launch and its one attribute, and tensor maps. */
-typedef struct { int id; char padding[4]; union { int on; char bytes[64]; } value; } Attribute;
-typedef struct {
-    unsigned grid[3], block[3], shared_bytes;
-    void *stream;
-    Attribute *attributes;
-    unsigned num_attributes;
-} LaunchConfig;
-enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6, L2_PROMOTION_128B = 2 };
+enum { L2_PROMOTION_128B = 2 };
 typedef struct { _Alignas(64) char bytes[MAP_BYTES]; } TensorMap;
 
 static struct {

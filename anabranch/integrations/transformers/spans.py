@@ -100,7 +100,7 @@ def _find_padding(
 ) -> _Padding | None:
     """The padding of keys before `end`; None if some sequence is not in one piece.
 
-    Padding behind a sequence is no matter: nobody sees it but the padding itself.
+    Padding after a sequence does not matter: only padding sees it.
     """
     if isinstance(end, int) and end > kv_length:
         return None

@@ -13,7 +13,7 @@ from anabranch.keys import KeySource
 
 
 def state_around(output: torch.Tensor) -> AttentionState:
-    """A state that attend writes `output` of, with a new LSE, which nobody reads."""
+    """A state whose `out` is `output`; its LSE is new memory and is not read."""
     lse = torch.empty(output.shape[:-1], dtype=torch.float32, device=output.device)
     return AttentionState(output, lse)
 

@@ -8,40 +8,14 @@
 #include <Python.h>
 #include <stdint.h>
 
+#include "exchange.h"
+
 enum { MAX_DEVICES = 64, MAX_SOURCES = 8, NUM_TYPES = 3 };
 enum {
     PAIR1_VECTOR, PAIR2_VECTOR, PAIR1_SCALAR, FLAT_VECTOR, PARTS_VECTOR,
     PARTS_SCALAR, NUM_VARIANTS
 };
 enum { NUM_FUNCTIONS = NUM_VARIANTS * NUM_TYPES * NUM_TYPES };
-
-/* DLPack 1: what is used of it. */
-typedef struct { int32_t type, index; } Device;
-typedef struct { uint8_t code, bits; uint16_t lanes; } DataType;
-typedef struct {
-    void *data;
-    Device device;
-    int32_t ndim;
-    DataType dtype;
-    int64_t *shape, *strides;
-    uint64_t byte_offset;
-} Tensor;
-typedef struct {
-    uint32_t major, minor;
-    void *previous, *allocate, *managed_from_object, *managed_to_object;
-    int (*tensor_from_object)(void *, Tensor *);
-    int (*current_stream)(int32_t type, int32_t index, void **);
-} Exchange;
-
-/* CUDA driver: a launch and its one attribute. */
-typedef struct { int id; char padding[4]; union { int on; char bytes[64]; } value; } Attribute;
-typedef struct {
-    unsigned grid[3], block[3], shared_bytes;
-    void *stream;
-    Attribute *attributes;
-    unsigned num_attributes;
-} LaunchConfig;
-enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
 static struct {
     int (*launch)(const LaunchConfig *, void *function, void **parameters, void **extra);

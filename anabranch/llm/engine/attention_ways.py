@@ -22,9 +22,9 @@ def decode_keys(limits: Limits, choice: StepChoice) -> list[GraphKey]:
 def shared_prefixes(
     config: EngineConfig, limits: Limits, layers: Layers, device: torch.device
 ) -> SharedPrefixes | None:
-    """None is for GPUs: the decode kernel of a CPU reads pages where they lie, in one call.
+    """By default, prefixes are shared on GPUs only: a CPU's decode kernel reads pages in place.
 
-    Over latent rows they have to be asked for: there they have not been timed.
+    Over latent rows sharing has not been timed, so it must be requested.
     """
     plain = not any(layer.is_latent for layer in layers.values())
     wanted = device.type == "cuda" and plain if config.cascade is None else config.cascade

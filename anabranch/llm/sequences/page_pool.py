@@ -27,7 +27,7 @@ class PagePool:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody uses, with or without findable content."""
+        """Free pages, with or without findable content."""
         return len(self._free)
 
     @property

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from anabranch.llm.engine.scheduler import MOST_PASSED, Scheduler
 from anabranch.llm.runner.step_layout import Scorer, lay_out
 from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.sequences import sequence_pages
+from anabranch.llm.sequences import page_pool
 from anabranch.llm.sequences.page_pool import PagePool, SequencePages, page_digest
 from anabranch.llm.sequences.sequence import Scheduled, Sequence
 
@@ -87,7 +87,7 @@ def test_a_waiting_prompt_is_digested_once(monkeypatch: pytest.MonkeyPatch) -> N
         digested.append(tokens[0])
         return page_digest(parent, tokens)
 
-    monkeypatch.setattr(sequence_pages, "page_digest", counted)
+    monkeypatch.setattr(page_pool, "page_digest", counted)
     first, waiting = (sequence(pool, size, name="a") for size in (13, 21))
     scheduler.add(first)
     land(scheduler.schedule())
