@@ -52,7 +52,7 @@ $(VLLM)/.ready: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
+	$(VLLM)/bin/pytest tests/integrations/test_vllm_interface.py tests/integrations/test_vllm_tokens.py
 
 # Not in CI: frameworks that speak to the server. They want an older openai than the tests have.
 $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
