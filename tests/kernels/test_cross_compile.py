@@ -138,7 +138,8 @@ SPILLS = {
 MORE_SPILLS = {
     (3, 7): {
         (ATTEND, "sm_90"): {"decode": 48, "decode fp8_tensor": 64},
-        (HOPPER_EXPERTS, "sm_90"): {"256 experts": 48},
+        (HOPPER_EXPERTS, "sm_90"): {"256 experts": 48},  # in the producer, once a tile
+        (SCHEDULE, "sm_90"): {"packed": 8},  # before its loops
     },
     (3, 9): {(ATTEND, "sm_90"): {"decode latent, boxes": 704}, (LISTS, "sm_100"): {"": 8}},
 }
