@@ -38,15 +38,34 @@ LEAST_SECONDS, SLOWER = 60.0, 4.0  # until a run counts as hung; times what the 
 MOST_SECONDS = 60.0  # of tests that are run for a mutant, as they take without it
 
 ENGINE, SERVER, LLM = "tests/llm/engine/", "tests/llm/server/", "tests/llm/"
-SERVED = (f"{SERVER}test_server_parts.py", f"{SERVER}test_server_prompts.py")
+SERVED = tuple(
+    f"{SERVER}test_{name}.py"
+    for name in (
+        "server_parts",
+        "server_prompts",
+        "server_gate",
+        "server_logprobs",
+        "answer_pieces",
+        "server_field_docs",
+        "server_clients",
+        "server_connections",
+        "server",
+        "server_failure",
+    )
+)
 ATTENTION = "tests/attention/"
 # The tests of a file, the quickest first; the longest prefix that fits counts.
 TESTS: dict[str, tuple[str, ...]] = {
-    "llm/engine/": (f"{ENGINE}test_engine.py",),
+    "llm/engine/": (f"{ENGINE}test_engine.py", f"{ENGINE}test_structured.py"),
     "llm/engine/async_llm.py": (f"{ENGINE}test_async_llm.py",),
     "llm/engine/attention_ways.py": (
         f"{ENGINE}test_engine_cascade.py",
         f"{ENGINE}test_engine_sparse.py",
+    ),
+    "llm/engine/build.py": (
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_engine_formats.py",
+        f"{LLM}parallel/test_ranks.py",
     ),
     "llm/engine/config.py": (f"{ENGINE}test_engine.py", f"{ENGINE}test_engine_sparse.py"),
     "llm/engine/detokeniser.py": (f"{ENGINE}test_text_stream.py",),
@@ -55,17 +74,22 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/engine/launch.py": (f"{ENGINE}test_engine.py", f"{LLM}speculative/test_draft_trees.py"),
+    "llm/engine/limits.py": (f"{ENGINE}test_engine.py", f"{ENGINE}test_engine_cascade.py"),
     "llm/engine/llm.py": (f"{ENGINE}test_llm_threads.py", f"{ENGINE}test_engine.py"),
     "llm/engine/prompts.py": (f"{ENGINE}test_text_stream.py", f"{ENGINE}test_engine.py"),
     "llm/engine/ranks.py": (f"{LLM}parallel/test_ranks.py",),
+    "llm/engine/sampling_defaults.py": (f"{ENGINE}test_sampling_defaults.py",),
     "llm/engine/scheduler.py": (f"{ENGINE}test_scheduler.py", f"{ENGINE}test_engine.py"),
     "llm/engine/stats.py": (f"{LLM}speculative/test_speculative.py", f"{ENGINE}test_engine.py"),
-    "llm/engine/text_stream.py": (f"{ENGINE}test_text_stream.py",),
+    "llm/engine/step_masks.py": (f"{ENGINE}test_structured.py",),
+    "llm/engine/stop_strings.py": (f"{ENGINE}test_stop_strings.py",),
+    "llm/engine/text_stream.py": (f"{ENGINE}test_stop_strings.py", f"{ENGINE}test_text_stream.py"),
     "llm/engine/turns.py": (f"{ENGINE}test_llm_threads.py",),
     "llm/sampling/": (
         f"{LLM}sampling/test_sampling_params.py",
         f"{LLM}sampling/test_sampler.py",
         f"{LLM}sampling/test_verify.py",
+        f"{LLM}speculative/test_draft_chain.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/sequences/": (
@@ -74,11 +98,18 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{LLM}speculative/test_draft_trees.py",
         f"{ENGINE}test_engine.py",
     ),
-    "llm/server/": (*SERVED, f"{SERVER}test_server.py", f"{SERVER}test_server_failure.py"),
-    "llm/server/channel.py": (*SERVED, f"{SERVER}test_server_failure.py"),
+    "llm/server/": SERVED,
+    "llm/server/channel.py": (
+        f"{SERVER}test_server_parts.py",
+        f"{SERVER}test_server_failure.py",
+    ),
+    "llm/server/engine_child.py": (f"{SERVER}test_server_failure.py", f"{SERVER}test_server.py"),
     "llm/server/engine_process.py": (f"{SERVER}test_server_failure.py",),
+    "llm/server/engine_watch.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/guarded_protocol.py": (f"{SERVER}test_server_connections.py",),
+    "llm/server/heartbeat.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/markdown.py": (f"{SERVER}test_server_markdown.py",),
+    "llm/server/restart_policy.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/restarting_engine.py": (f"{SERVER}test_server_failure.py",),
     "keys/": (
         f"{ATTENTION}test_keys.py",
@@ -137,29 +168,31 @@ class Scratch:
                 if (ROOT / name).is_file():
                     shutil.copy(ROOT / name, target)
         self._time = time.time() - 1e6  # compiled files are found by whole seconds
-        self._traces: dict[str, list[dict[str, Any]]] = {}  # by test file; none where it fails
-        self._kept = Path(tempfile.gettempdir(), f"mutants-{self._digest()}")
-        self._kept.mkdir(exist_ok=True)
+        self._traces: dict[str, list[dict[str, Any]]] = {}  # by test file
+        self._sources = self._digest("anabranch", "tests/support", "tests/conftest.py")
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _digest(self) -> str:
-        """Of the sources: traces are kept for the next run over the same ones."""
+    def _digest(self, *names: str) -> str:
+        """Of files and folders of sources."""
         found = hashlib.sha256()
-        for room in ("anabranch", "tests"):
-            for path in sorted((self.root / room).rglob("*.py")):
-                found.update(path.read_bytes())
+        for name in names:
+            path = self.root / name
+            for each in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+                found.update(each.read_bytes())
         return found.hexdigest()[:16]
 
     def _trace(self, test: str) -> list[dict[str, Any]]:
-        """The tests of a file, each with the lines it runs."""
+        """The tests of a file that pass, each with the lines it runs."""
         if test not in self._traces:
-            kept = self._kept / f"{Path(test).stem}.json"
+            # kept for the next run over the same sources
+            name = f"mutants-{self._sources}-{self._digest(test)}-{Path(test).stem}.json"
+            kept = Path(tempfile.gettempdir(), name)
             if not kept.is_file():
                 self._run((test,), 3600, traced=kept)
             if not kept.is_file():
-                print(f"tests fail without a mutation: {test}", flush=True)
+                print(f"tests do not run: {test}", flush=True)
             self._traces[test] = json.loads(kept.read_text()) if kept.is_file() else []
         return self._traces[test]
 
@@ -232,7 +265,8 @@ class Scratch:
             sys.path[:] = [str(self.root), *(p for p in sys.path if p not in ("", str(ROOT)))]
             sys.path.remove(str(ROOT / "tests" / "support"))
             pytest: Any = import_module("pytest")
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            options += [] if traced else ["-x"]
             plugins = [LineTraces(self.root / "anabranch", traced)] if traced else []
             code = int(pytest.main([*options, *tests], plugins))
         finally:
