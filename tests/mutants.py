@@ -3,7 +3,8 @@
 A random sample of mutations (tests/support/mutations.py) is applied one at a time in a scratch copy
 of the tree, and tests of the changed file that run the changed line are run until one fails, the
 quickest first. Each run is a fork of a process that has imported what takes long. Mutations that
-change nothing anyone could see are listed with their reasons in tests/equivalent_mutants.json.
+change nothing anyone could see are listed with their reasons in tests/equivalent_mutants.json: a
+file, a line and its change, or a file and a line for all changes of that line.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ ENGINE, SERVER, LLM = "tests/llm/engine/", "tests/llm/server/", "tests/llm/"
 SERVED = tuple(
     f"{SERVER}test_{name}.py"
     for name in (
+        "engine_loop",
+        "server_contract",
         "server_parts",
         "server_prompts",
         "server_gate",
@@ -56,26 +59,43 @@ SERVED = tuple(
 ATTENTION = "tests/attention/"
 # The tests of a file, the quickest first; the longest prefix that fits counts.
 TESTS: dict[str, tuple[str, ...]] = {
-    "llm/engine/": (f"{ENGINE}test_engine.py", f"{ENGINE}test_structured.py"),
+    "llm/engine/": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_structured.py",
+    ),
     "llm/engine/async_llm.py": (f"{ENGINE}test_async_llm.py",),
     "llm/engine/attention_ways.py": (
         f"{ENGINE}test_engine_cascade.py",
         f"{ENGINE}test_engine_sparse.py",
     ),
     "llm/engine/build.py": (
+        f"{ENGINE}test_engine_sizes.py",
         f"{ENGINE}test_engine.py",
         f"{ENGINE}test_engine_formats.py",
         f"{LLM}parallel/test_ranks.py",
     ),
-    "llm/engine/config.py": (f"{ENGINE}test_engine.py", f"{ENGINE}test_engine_sparse.py"),
+    "llm/engine/config.py": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_engine_sparse.py",
+    ),
     "llm/engine/detokeniser.py": (f"{ENGINE}test_text_stream.py",),
     "llm/engine/drafters.py": (
         f"{LLM}speculative/test_speculative.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/engine/launch.py": (f"{ENGINE}test_engine.py", f"{LLM}speculative/test_draft_trees.py"),
-    "llm/engine/limits.py": (f"{ENGINE}test_engine.py", f"{ENGINE}test_engine_cascade.py"),
-    "llm/engine/llm.py": (f"{ENGINE}test_llm_threads.py", f"{ENGINE}test_engine.py"),
+    "llm/engine/limits.py": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_engine_cascade.py",
+    ),
+    "llm/engine/llm.py": (
+        f"{ENGINE}test_llm_threads.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_sampling_defaults.py",
+    ),
     "llm/engine/prompts.py": (f"{ENGINE}test_text_stream.py", f"{ENGINE}test_engine.py"),
     "llm/engine/ranks.py": (f"{LLM}parallel/test_ranks.py",),
     "llm/engine/sampling_defaults.py": (f"{ENGINE}test_sampling_defaults.py",),
@@ -86,6 +106,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "llm/engine/text_stream.py": (f"{ENGINE}test_stop_strings.py", f"{ENGINE}test_text_stream.py"),
     "llm/engine/turns.py": (f"{ENGINE}test_llm_threads.py",),
     "llm/sampling/": (
+        f"{ENGINE}test_engine_sizes.py",
         f"{LLM}sampling/test_sampling_params.py",
         f"{LLM}sampling/test_sampler.py",
         f"{LLM}sampling/test_verify.py",
@@ -103,7 +124,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{SERVER}test_server_parts.py",
         f"{SERVER}test_server_failure.py",
     ),
-    "llm/server/engine_child.py": (f"{SERVER}test_server_failure.py", f"{SERVER}test_server.py"),
+    "llm/server/engine_child.py": (f"{SERVER}test_engine_loop.py", f"{SERVER}test_server.py"),
     "llm/server/engine_process.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/engine_watch.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/guarded_protocol.py": (f"{SERVER}test_server_connections.py",),
@@ -148,7 +169,8 @@ def all_mutations() -> list[Mutation]:
             lines = source.decode().splitlines()
             for each in find_mutations(name, source):
                 text = lines[each.line - 1].strip()
-                if (name, text, each.before, each.after) not in known:
+                whole_line, one = (name, text), (name, text, each.before, each.after)
+                if whole_line not in known and one not in known:
                     found.append(each)
     return found
 
@@ -199,14 +221,14 @@ class Scratch:
     def _chosen(self, mutation: Mutation) -> tuple[tuple[str, ...], float]:
         """Tests that run the mutated line, the quickest first, and their seconds.
 
-        Of lines that run at import or in another process, those of the file, or all.
+        Of lines that run at import or in another process: those that run the file, then the others.
         """
         path = mutation.path.removeprefix("anabranch/")
         rows = [row for test in tests_of(mutation.path) for row in self._trace(test)]
-        of_file = [row for row in rows if path in row["files"]]
-        of_line = [row for row in of_file if mutation.line in row["files"][path]]
+        of_line = [row for row in rows if mutation.line in row["files"].get(path, ())]
         tests, total = list[str](), 0.0
-        for row in sorted(of_line or of_file or rows, key=lambda row: row["seconds"]):
+        order = lambda row: (path not in row["files"], row["seconds"])  # noqa: E731
+        for row in sorted(of_line or rows, key=order):
             if total < MOST_SECONDS:
                 tests.append(row["test"])
                 total += row["seconds"]
