@@ -49,6 +49,7 @@ SERVED = tuple(
         "server_gate",
         "server_logprobs",
         "answer_pieces",
+        "tool_grammar",
         "server_field_docs",
         "server_clients",
         "server_connections",
