@@ -18,6 +18,7 @@ from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.llm.engine.limits import Limits
 from anabranch.llm.engine.outputs import CompletionOutput
 from anabranch.llm.runner.graphs import GraphKey
+from anabranch.llm.runner.kv_cache import LayerShape
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sequences.sequence import Origin
 
@@ -126,6 +127,98 @@ def test_a_gpus_cache_is_what_nobody_else_needs(monkeypatch: pytest.MonkeyPatch)
     assert limits._cache_bytes(config, device, whole - 1) == 1  # pyright: ignore[reportPrivateUsage]
     with pytest.raises(ValueError, match=r"take 13.0 GiB of 80.0"):
         limits._cache_bytes(config, device, whole)  # pyright: ignore[reportPrivateUsage]
+
+
+class OnGpu:
+    """Sizes of an engine on a GPU of so many bytes for the cache, without one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **shape: Any) -> None:
+        self.layer = LayerShape(**{"num_kv_heads": 2, "head_dim_k": 16, "head_dim_v": 16} | shape)
+        self.profiled = list[int]()
+        self.kept_free = list[int]()
+        self.cache_bytes = GIB
+        monkeypatch.setattr(limits, "_profile", self._profile)
+        monkeypatch.setattr(limits, "_cache_bytes", self._cache_bytes)
+
+    def _profile(self, models: Any, num_tokens: int, *given: Any) -> Any:
+        self.profiled.append(num_tokens)
+        return {"layer": self.layer}, {"layer": self.layer} if len(models) > 1 else {}
+
+    def _cache_bytes(self, config: EngineConfig, device: torch.device, logits: int) -> int:
+        self.kept_free.append(logits)
+        return self.cache_bytes
+
+    def size(self, *positions: int | None, **options: Any) -> Limits:
+        models = [
+            SimpleNamespace(
+                model=None,
+                name=f"model {place}",
+                config=SimpleNamespace(
+                    get_text_config=lambda most=most: SimpleNamespace(
+                        vocab_size=100, max_position_embeddings=most
+                    )
+                ),
+            )
+            for place, most in enumerate(positions)
+        ]
+        target, draft = cast("list[Any]", [*models, None])[:2]
+        config = EngineConfig(device="cuda", **options)
+        device = torch.device("cuda")
+        return limits.size(config, target, draft, device, lambda *_: None)[0]
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> OnGpu:
+    return OnGpu(monkeypatch, dtype=torch.float16)
+
+
+def test_a_gpu_runs_larger_steps(on_gpu: OnGpu) -> None:
+    page = 16 * 2 * (16 + 16) * 2  # tokens, heads, dims, bytes
+    assert on_gpu.size(4096) == Limits(4096, 64, 8192, 16, 256 * 64, 0)
+    on_gpu.cache_bytes = 300 * page + page - 1
+    assert on_gpu.size(4096) == Limits(4096, 64, 8192, 16, 300, 0)
+    on_gpu.cache_bytes = 200 * page
+    assert on_gpu.size(4096).max_model_len == 200 * 16
+    with pytest.raises(ValueError, match="a sequence of max_model_len 4096 needs"):
+        on_gpu.size(4096, max_model_len=4096)
+    assert on_gpu.size(4096, max_model_len=3200).num_pages == 200
+    on_gpu.cache_bytes = page - 1
+    with pytest.raises(ValueError, match="more memory"):
+        on_gpu.size(4096)
+    assert on_gpu.profiled == [4096] * 4 + [3200, 4096]
+
+
+def test_contexts_are_the_shortest_of_the_models(on_gpu: OnGpu) -> None:
+    drafts = SpeculativeConfig(method="draft", model="small", num_drafts=3, tree_width=2)
+    assert on_gpu.size(None).max_model_len == 2048
+    assert on_gpu.size(512, 256, speculative=drafts).max_model_len == 256
+    with pytest.raises(ValueError, match="max_model_len 257 exceeds model 1's 256"):
+        on_gpu.size(512, 256, speculative=drafts, max_model_len=257)
+    with pytest.raises(ValueError, match="every sequence runs a token a step"):
+        on_gpu.size(512, max_num_seqs=9, max_num_batched_tokens=8)
+    assert on_gpu.size(512, max_num_seqs=8, max_num_batched_tokens=8).max_num_tokens == 8
+    # float32 logits: 8 copies of what is sampled and drafted, 2 of what is scored
+    sampled, drawn = 64 * (1 + 3) * 8, 64 * 2 * 8
+    assert on_gpu.kept_free[1] == 100 * 4 * (sampled + drawn + 512 * 2)
+    assert on_gpu.kept_free[-1] == 100 * 4 * (8 * 8 + 8 * 2)
+
+
+def test_latent_rows_need_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_gpu = OnGpu(monkeypatch, num_kv_heads=1, dtype=torch.float16, is_latent=True)
+    plain = 100 * 4 * (64 * 8 + 512 * 2)
+    on_gpu.size(4096)
+    on_gpu.size(4096, max_workspace_mib=3)
+    assert on_gpu.kept_free == [plain + 256 * 2**20, plain + 3 * 2**20]
+    with pytest.raises(ValueError, match="context_parallel 2: latent rows"):
+        on_gpu.size(4096, context_parallel=2)
+
+
+def test_pages_that_are_dealt_out_count_the_tokens_of_all_ranks(on_gpu: OnGpu) -> None:
+    found = on_gpu.size(4096, context_parallel=2)
+    assert (found.page_size, found.num_pages) == (32, 128 * 64)
+    assert Limits(100, 1, 1, 16, 64, 0).table_width == 7
+    assert Limits(96, 1, 1, 16, 64, 0).table_width == 6
+    assert Limits(96, 1, 1, 16, 64, 1).table_width == 7
 
 
 @pytest.mark.parametrize("speculative", [None, SpeculativeConfig(num_drafts=3)])
