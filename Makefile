@@ -54,10 +54,10 @@ $(VLLM)/.ready: pyproject.toml
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
 
-# Not in CI: frameworks that speak to the server. They want an older openai than the tests have.
+# Not in CI: frameworks that speak to the server. Some want older packages than the tests have.
 $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	grep -v '^openai==' constraints.txt > $(CLIENTS)/constraints.txt
+	grep -vE '^(openai|jiter|rich)==' constraints.txt > $(CLIENTS)/constraints.txt
 	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest --requirement tests/clients/requirements.txt
 	@touch $@
 
