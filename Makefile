@@ -58,7 +58,7 @@ test-vllm: $(VLLM)/.ready
 $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
 	grep -vE '^(openai|jiter|rich)==' constraints.txt > $(CLIENTS)/constraints.txt
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest --requirement tests/clients/requirements.txt
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest hypothesis --requirement tests/clients/requirements.txt
 	@touch $@
 
 test-clients: $(CLIENTS)/.ready

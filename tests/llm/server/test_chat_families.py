@@ -6,13 +6,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
-for needed in ("transformers", "fastapi", "uvicorn", "prometheus_client", "llguidance"):
-    pytest.importorskip(needed)
-httpx = pytest.importorskip("httpx")
-jsonschema_rs = pytest.importorskip("jsonschema_rs")
+pytest.importorskip("transformers")
+pytest.importorskip("uvicorn")
+pytest.importorskip("prometheus_client")
+pytest.importorskip("jsonschema_rs")
 
+import jsonschema_rs
 from chat_families import ARGUMENTS, CHAT_FAMILIES, chat_model, chat_tokenizer, token_ids
 from forked_engine import forked_engine
 from server_models import Server, running_server

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-for needed in ("transformers", "llguidance", "pydantic"):
-    pytest.importorskip(needed)
+pytest.importorskip("transformers")
+pytest.importorskip("llguidance")
+pytest.importorskip("pydantic")
 
 from chat_families import CALLED, CHAT_FAMILIES, chat_tokenizer, token_ids
 
