@@ -70,11 +70,11 @@ $(VLLM)/.ready: pyproject.toml
 test-vllm: $(VLLM)/.ready
 	$(VLLM)/bin/pytest tests/integrations/test_vllm_interface.py tests/integrations/test_vllm_tokens.py
 
-# Not in CI: frameworks that speak to the server. They want an older openai than the tests have.
+# Not in CI: frameworks that speak to the server. Some want older packages than the tests have.
 $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	grep -v '^openai==' constraints.txt > $(CLIENTS)/constraints.txt
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest --requirement tests/clients/requirements.txt
+	grep -vE '^(openai|jiter|rich)==' constraints.txt > $(CLIENTS)/constraints.txt
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest hypothesis --requirement tests/clients/requirements.txt
 	@touch $@
 
 test-clients: $(CLIENTS)/.ready
