@@ -194,6 +194,19 @@ def test_layer(name: str, rows: int) -> None:
     assert torch.equal(linear.weight, w.to(BRAIN))
 
 
+def test_what_is_joined() -> None:
+    """Weights of one format whose groups end with them."""
+
+    def joins(name: str, n: int, k: int = 256) -> tuple[object, ...]:
+        return QuantisedWeight(random_codes(name, n, k)).joins
+
+    assert joins("fp8 block", 128) == joins("fp8 block", 256)
+    assert joins("fp8 block", 130) != joins("fp8 block", 130)
+    assert joins("int4", 8) != joins("int4 channel", 8)
+    assert joins("int4", 8) != joins("int4", 8, 384)
+    assert joins("int8", 8) != joins("fp8 channel", 8)
+
+
 def test_choice() -> None:
     assert select_quantised(MOST_ROWS + 1, 4096, 32, 132) is None
     few = select_quantised(1, 4096, 32, 132)
