@@ -129,11 +129,7 @@ class _Loader:
         self.quantised = {name: own for name, own in layers.items() if is_quantised(own)}
 
     def load(self) -> None:
-        linears = {
-            name: module
-            for name, module in self.model.named_modules()
-            if isinstance(module, nn.Linear) and name in self.quantised
-        }
+        linears = {name: x for name, x in _linears(self.model).items() if name in self.quantised}
         for module in linears.values():
             module.weight = None  # pyright: ignore[reportAttributeAccessIssue]
             module._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
@@ -163,7 +159,7 @@ class _Loader:
     @torch.no_grad()
     def _set_plain(self, linears: dict[str, nn.Linear]) -> None:
         """Copy all that is not quantised, and make sure that nothing is left out."""
-        tied = set(getattr(self.model, "all_tied_weights_keys", None) or ())
+        tied = set(cast("Any", self.model).all_tied_weights_keys or ())
         kept = {f"{name}.weight" for name in linears}
         missing: list[str] = []
         for name, tensor in self.model.state_dict().items():
@@ -213,8 +209,8 @@ class _Loader:
 def quantise_randomly(model: nn.Module, scheme: WeightScheme) -> int:
     """Give the linear layers of a model random codes of a format, in place; how many."""
     count = 0
-    for name, module in list(model.named_modules()):
-        if type(module) is not nn.Linear or _is_ignored(name, scheme):
+    for name, module in _linears(model).items():
+        if _is_ignored(name, scheme):
             continue
         weight = module.weight
         weights = draw_codes(scheme, *weight.shape, device=weight.device)
@@ -223,6 +219,11 @@ def quantise_randomly(model: nn.Module, scheme: WeightScheme) -> int:
         )
         count += 1
     return count
+
+
+def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+    modules = cast("list[tuple[str, nn.Module]]", list(cast("Any", model).named_modules()))
+    return {name: module for name, module in modules if type(module) is nn.Linear}
 
 
 def draw_codes(scheme: WeightScheme, n: int, k: int, *, device: torch.device) -> Codes:

@@ -107,7 +107,7 @@ def _order(groups: torch.Tensor | None, group_k: int | None, k: int) -> torch.Te
 
 def _packed(tensors: Tensors, n: int, k: int) -> Codes:
     """compressed-tensors: as many inputs a word as fit; codes and zeros are offset."""
-    shape = tensors["weight_shape"].tolist()
+    shape = [int(size) for size in tensors["weight_shape"]]
     if shape != [n, k]:
         raise ValueError(f"weight_shape must be {[n, k]}, got {shape}")
     packed, scales = tensors["weight_packed"], tensors["weight_scale"]

@@ -35,6 +35,8 @@ class Codes:
 class QuantisedWeight(nn.Module):
     """A weight [n, k] for inputs of a dtype. With `fp8_inputs`, those of many rows may be e4m3."""
 
+    counters: torch.Tensor  # int32, 0 between products
+
     def __init__(
         self, given: Codes, *, dtype: torch.dtype = torch.bfloat16, fp8_inputs: bool = False
     ) -> None:
@@ -84,7 +86,7 @@ class QuantisedWeight(nn.Module):
     def joins(self) -> tuple[object, ...]:
         """What weights have in common whose outputs can be put after each other."""
         order = None if self.order is None else self.order.cpu().numpy().tobytes()
-        alone = id(self) if self.n % self.constants.group_n else None  # it ends within a group
+        alone = self if self.n % self.constants.group_n else None  # it ends within a group
         held = self.k, self.dtype, self.constants, self.zeros is None
         return *held, order, self.fp8_inputs, alone
 

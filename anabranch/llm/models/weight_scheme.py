@@ -50,7 +50,7 @@ def read_scheme(content: object, where: object) -> WeightScheme:
     """From a `quantization_config`; `where` names the file in errors."""
     if not isinstance(content, Mapping):
         raise ValueError(f"{where}: quantization_config must be an object, got {content!r:.80}")
-    settings = cast("dict[str, Any]", dict(cast("Mapping[str, Any]", content)))
+    settings = dict(cast("Mapping[str, Any]", content))
     method = settings.get("quant_method")
     readers = {
         "fp8": _read_fp8,
