@@ -68,10 +68,10 @@ def load_quantised(
 
 def plain_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """A copy that says nothing of quantised weights."""
-    config = deepcopy(config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    return config
+    plain: Any = deepcopy(config)
+    if hasattr(plain, "quantization_config"):
+        del plain.quantization_config
+    return plain
 
 
 class Checkpoint:
@@ -159,7 +159,7 @@ class _Loader:
     @torch.no_grad()
     def _set_plain(self, linears: dict[str, nn.Linear]) -> None:
         """Copy all that is not quantised, and make sure that nothing is left out."""
-        tied = set(cast("Any", self.model).all_tied_weights_keys or ())
+        tied: set[str] = set(cast("Any", self.model).all_tied_weights_keys or ())
         kept = {f"{name}.weight" for name in linears}
         missing: list[str] = []
         for name, tensor in self.model.state_dict().items():
