@@ -33,6 +33,7 @@ LATENT = "anabranch.kernels.gluon.latent_kernel"
 ORDER = "anabranch.kernels.schedule.order"
 MERGE = "anabranch.kernels.triton.merge"
 MERGE_PARTS = "anabranch.kernels.parts.merge_parts"
+QUANTISED = "anabranch.kernels.layers.quantised_product"
 ROUTE = "anabranch.kernels.layers.route_experts"
 SCHEDULE = "anabranch.kernels.schedule.schedule"
 # Cases that stand for all on other GPUs. Tiles are chosen for Hopper and later: elsewhere, decoding
@@ -67,6 +68,7 @@ SOME = {
         for target in ("sm_80", "sm_100", "gfx942")
         for module, cases in (
             (EXPERTS, ["16 x 32 gated"]),
+            (QUANTISED, ["16 rows, 8 splits, fp8", "16 rows, 8 splits, int4"]),
             (ROUTE, ["1 tokens, 64 experts"]),
             (LISTS, ["group of 1, 128 bfloat16"]),
             (APPEND, ["bfloat16, 72/72", "bfloat16, by heads", "q8_0, latent", "fp8, float32"]),
