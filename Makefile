@@ -9,6 +9,8 @@ CLIENTS := .venv-clients
 TRITONS := 3.6.0 3.7.1 3.8.0 3.9.0
 NEWEST  := $(lastword $(TRITONS))
 KERNEL_TESTS := tests/kernels tests/attention tests/compositions
+WITHOUT_TRITON := tests/kernels/test_cpu_kernels.py tests/kernels/test_cpu_products.py \
+    tests/attention/test_attend_cpu.py tests/attention/test_merge_cuda.py
 
 # A few files of every room, each of them seconds long: an answer in 90 s on two cores.
 QUICK_TESTS := $(addprefix tests/test_,layout.py package.py files_entered.py documents.py) tests/llm/runner \
@@ -50,10 +52,11 @@ test-triton-%: .tritons/%/.ready
 
 test-versions: $(TRITONS:%=test-triton-%)
 
-# In CI, after `make test`: the kernels alone, without what no Triton has a part in.
+# In CI, after `make test`: a third of the cases of each test, every kernel for Hopper, some for
+# others, and nothing that Triton has no part in.
 test-newest: .tritons/$(NEWEST)/.ready
-	PYTHONPATH=$(CURDIR)/.tritons/$(NEWEST) $(BIN)/pytest --numprocesses 2 --dist worksteal \
-	    -k "triton or gluon or kernels_fit or linear or expert or latent_inputs" $(KERNEL_TESTS)
+	ANABRANCH_TEST_SAMPLE=3 PYTHONPATH=$(CURDIR)/.tritons/$(NEWEST) $(BIN)/pytest --numprocesses 2 --dist worksteal \
+	    $(WITHOUT_TRITON:%=--ignore=%) $(KERNEL_TESTS)
 
 # Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
 # indexes and would break the import.
@@ -65,13 +68,13 @@ $(VLLM)/.ready: pyproject.toml
 	@touch $@
 
 test-vllm: $(VLLM)/.ready
-	$(VLLM)/bin/pytest tests/integrations/test_vllm_tokens.py
+	$(VLLM)/bin/pytest tests/integrations/test_vllm_interface.py tests/integrations/test_vllm_tokens.py
 
-# Not in CI: frameworks that speak to the server. They want an older openai than the tests have.
+# Not in CI: frameworks that speak to the server. Some want older packages than the tests have.
 $(CLIENTS)/.ready: pyproject.toml constraints.txt tests/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)
-	grep -v '^openai==' constraints.txt > $(CLIENTS)/constraints.txt
-	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest --requirement tests/clients/requirements.txt
+	grep -vE '^(openai|jiter|rich)==' constraints.txt > $(CLIENTS)/constraints.txt
+	$(CLIENTS)/bin/pip install --quiet --disable-pip-version-check --constraint $(CLIENTS)/constraints.txt --editable '.[server]' pytest hypothesis --requirement tests/clients/requirements.txt
 	@touch $@
 
 test-clients: $(CLIENTS)/.ready

@@ -216,9 +216,8 @@ def interleaved(candidates: dict[str, Calls]) -> dict[str, float]:
     samples: dict[str, list[float]] = {name: [] for name in graphs}
     turns, shuffled = list(graphs), Random(0)
     for _ in range(ROUNDS):
-        shuffled.shuffle(
-            turns
-        )  # near its power limit, a GPU is faster after a kernel that was slow
+        # near its power limit, a GPU is faster after a kernel that was slow
+        shuffled.shuffle(turns)
         for name in turns:
             graph, count = graphs[name]
             samples[name].append(replay_us(graph, 2) / count)

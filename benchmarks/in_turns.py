@@ -3,8 +3,9 @@
     python benchmarks/in_turns.py --before PATH[:PATH] --after PATH[:PATH] --out in_turns.json
 
 Each side is a process whose PYTHONPATH begins with the folders that are given: a checkout of this
-package, or a folder with another Triton before it. Both hold every call as a CUDA graph; they are
-replayed in random turns, so that neither has a warmer machine.
+package, or a folder with another Triton before it. Kernels of both are compiled first, by several
+processes. Both hold every call as a CUDA graph; they are replayed in random turns, so that neither
+has a warmer machine.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from statistics import median
 from typing import Any
+from zlib import crc32
 
 import torch
 
@@ -103,8 +107,21 @@ def pages_of(shape: Shape, used: int, dims: Any, where: Any, draw: Callable[...,
     return keys
 
 
+def compile_share(share: int, count: int) -> None:
+    """Compile the kernels of every `count`-th case. What fails does so again where it is timed."""
+    from anabranch.launches.compile_ahead import compiling_ahead
+
+    with torch.inference_mode(), compiling_ahead():
+        for name in [*CASES][share::count]:
+            with suppress(Exception):
+                call_of(CASES[name])()
+
+
 def serve() -> None:
-    """Answer names of cases on the standard input with microseconds a call."""
+    """Say which versions are here, then answer names of cases with microseconds a call."""
+    import triton
+
+    print(json.dumps({"torch": torch.__version__, "triton": triton.__version__}), flush=True)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     with torch.inference_mode():
         for line in sys.stdin:
@@ -142,19 +159,27 @@ def replay(graph: torch.cuda.CUDAGraph) -> float:
 
 
 class Side:
-    """A process with an environment of its own."""
+    """An environment, the processes that compile its kernels and the one that runs them."""
 
     def __init__(self, folders: str) -> None:
-        path = os.pathsep.join([folders, os.environ.get("PYTHONPATH", "")])
-        cache = Path("/tmp", f"in-turns-{abs(hash(folders))}")  # kernels of one Triton
-        environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
-        self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"],
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        path = os.pathsep.join(filter(None, [folders, os.environ.get("PYTHONPATH")]))
+        cache = Path(tempfile.gettempdir(), f"in-turns-{crc32(folders.encode()):08x}")
+        self.environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
+        count = max((os.cpu_count() or 2) // 2 - 1, 1)
+        self.compilers = [self.start("--compile", f"{share}/{count}") for share in range(count)]
+
+    def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """This script in the environment."""
+        command = [sys.executable, __file__, *arguments]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, env=self.environment, stdin=pipe, stdout=pipe, text=True)
+
+    def ready(self) -> float | str | dict[str, str]:
+        """Wait until kernels are compiled; what is installed."""
+        for process in self.compilers:
+            process.communicate()
+        self.process = self.start("--serve")
+        return self.answer()
 
     def ask(self, name: str) -> None:
         """Let it replay a case."""
@@ -162,7 +187,7 @@ class Side:
         self.process.stdin.write(json.dumps(name) + "\n")
         self.process.stdin.flush()
 
-    def answer(self) -> float | str:
+    def answer(self) -> float | str | dict[str, str]:
         """Microseconds, or what went wrong."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -201,15 +226,20 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=480, help="after which no case begins")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.serve:
         serve()
         return
+    if options.compile:
+        compile_share(*map(int, options.compile.split("/")))
+        return
     from rows import header, print_rows, save_rows
 
     sides = {"before": Side(options.before), "after": Side(options.after)}
+    about = header("before and after") | {key: side.ready() for key, side in sides.items()}
     found = print_rows(rows(sides, options.seconds))
-    save_rows(options.out, header("before and after"), found)
+    save_rows(options.out, about, found)
     for side in sides.values():
         side.process.kill()
 

@@ -129,7 +129,7 @@ class Fuzzer:
         self.outcome.statuses[status] += 1
         self.outcome.paths[f"{case.method} {case.operation.path}"] += 1
         # an error after the status of a stream
-        broken = answer.startswith(b"data: ") and b'data: {"error"' in answer
+        broken = b'data: {"error"' in answer and b'"type": "server_error"' in answer
         if status >= 500 or broken:
             where = f"{given['method']} {given['url'][:200]} {body[:400]!r}"
             self.outcome.failures.append(f"{status} {answer[-300:]!r} to {where}")

@@ -4,8 +4,9 @@
     python benchmarks/structured.py --model dummy:llama-3.1-8b --batch 64   # on a GPU
     python benchmarks/structured.py --speculative ngram
 
-Answers are long JSON arrays of objects. A model without a tokenizer gets one with SmolLM2's words
-and numbers up to its vocabulary. Runs alternate, and the medians of their steps are compared.
+Answers are long JSON arrays of objects. A model without a tokenizer gets one with the words of
+--tokenizer, or SmolLM2's, and numbers up to its vocabulary. Runs alternate; the medians of their
+steps are compared, and the means.
 """
 
 from __future__ import annotations
@@ -43,14 +44,14 @@ SCHEMA: dict[str, Any] = {
 SHARES = (0.0, 0.5, 1.0)
 
 
-def lend_tokenizer(llm: LLM) -> None:
+def lend_tokenizer(llm: LLM, source: Path | None) -> None:
     """Give a model of random weights a vocabulary of text, for its grammars only."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     from anabranch.llm.models import smollm2_directory
 
-    known = AutoTokenizer.from_pretrained(smollm2_directory()).get_vocab()
+    known = AutoTokenizer.from_pretrained(source or smollm2_directory()).get_vocab()
     size = llm.engine.vocab_size
     words = [word for word, place in sorted(known.items(), key=lambda pair: pair[1])][:size]
     words += [f"{number:x}Ġ" for number in range(size - len(words))]
@@ -83,27 +84,35 @@ def rows(args: argparse.Namespace) -> Any:
     drafts = None if args.speculative == "off" else args.speculative
     llm = LLM(args.model, device=args.device, max_num_seqs=args.batch, speculative=drafts)
     if llm.tokenizer is None:
-        lend_tokenizer(llm)
+        lend_tokenizer(llm, args.tokenizer)
+    for share in SHARES:
+        step_times(llm, args.batch, share, 16)  # warms up
     times: dict[float, list[float]] = {share: [] for share in SHARES}
     for _ in range(args.rounds):
         for share in SHARES:
             times[share] += step_times(llm, args.batch, share, args.tokens)
     medians = {share: statistics.median(found) for share, found in times.items()}
+    means = {share: statistics.fmean(found) for share, found in times.items()}
+    graphs = llm.stats.num_graph_steps / llm.stats.num_steps
     for share, found in times.items():
         yield {
             "model": args.model,
             "batch": args.batch,
             "speculative": args.speculative,
             "constrained": share,
+            "steps_by_graph": round(graphs, 3),
             "step_ms": round(1e3 * medians[share], 3),
+            "step_ms_mean": round(1e3 * means[share], 3),
             "step_ms_p99": round(1e3 * sorted(found)[int(0.99 * len(found))], 3),
             "cost": round(medians[share] / medians[0.0] - 1, 4),
+            "cost_of_mean": round(means[share] / means[0.0] - 1, 4),
         }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--tokenizer", type=Path, help="a directory; for models without one")
     parser.add_argument("--device", default=None)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tokens", type=int, default=64)
@@ -112,7 +121,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     found = print_rows(rows(args))
-    save_rows(args.out, header("decode steps of an engine"), found)
+    timing = {"timing": "steps of an engine by the wall clock, milliseconds"}
+    save_rows(args.out, header() | timing, found)
     worst = max(float(str(row["cost"])) for row in found)
     print(json.dumps({"cost of grammars": worst}))
 

@@ -46,9 +46,10 @@ if not HAS_GPU:
         if installed <= (3, 9):  # it replaces private functions, which later versions may not have
             spare_repetitions()
 
+SAMPLE = int(os.environ.get("ANABRANCH_TEST_SAMPLE", "1"))  # every so many cases of a test are run
 hypothesis.settings.register_profile(
     "anabranch",
-    max_examples=50,
+    max_examples=max(50 // SAMPLE, 1),
     deadline=None,
     derandomize="CI" in os.environ,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
@@ -68,11 +69,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if shard := os.environ.get("ANABRANCH_TEST_SHARD"):  # "3/14", as gpu_shards.py deals tests out
         index, count = map(int, shard.split("/"))
         items[:] = [x for x in items if crc32(x.nodeid.encode()) % count == index]
+    if SAMPLE > 1:
+        items[:] = sampled(items)
     if HAS_GPU:
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def sampled(items: list[pytest.Item]) -> list[pytest.Item]:
+    """One of every SAMPLE cases of each test that can run here, Triton's if it names producers."""
+    cases: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if HAS_GPU or not item.get_closest_marker("gpu"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [item for each in cases.values() for item in sampled_cases(each)]
+
+
+def sampled_cases(cases: list[pytest.Item]) -> list[pytest.Item]:
+    if cases[0].get_closest_marker("unsampled"):
+        return cases
+    cases = [x for x in cases if "triton" in given_to(x)] or cases
+    # from the next group of cases the next one, or a parameter of SAMPLE values would have one
+    places = (divmod(i, SAMPLE) for i in range(len(cases)))
+    return [
+        case
+        for case, (group, place) in zip(cases, places, strict=True)
+        if (group + place) % SAMPLE == 0
+    ]
+
+
+def given_to(item: pytest.Item) -> list[Any]:
+    """The parameters of a case."""
+    return [*item.callspec.params.values()] if hasattr(item, "callspec") else []  # pyright: ignore
 
 
 @pytest.fixture(autouse=True)

@@ -3,7 +3,8 @@
 A random sample of mutations (tests/support/mutations.py) is applied one at a time in a scratch copy
 of the tree, and tests of the changed file that run the changed line are run until one fails, the
 quickest first. Each run is a fork of a process that has imported what takes long. Mutations that
-change nothing anyone could see are listed with their reasons in tests/equivalent_mutants.json.
+change nothing anyone could see are listed with their reasons in tests/equivalent_mutants.json: a
+file, a line and its change, or a file and a line for all changes of that line.
 """
 
 from __future__ import annotations
@@ -38,34 +39,79 @@ LEAST_SECONDS, SLOWER = 60.0, 4.0  # until a run counts as hung; times what the 
 MOST_SECONDS = 60.0  # of tests that are run for a mutant, as they take without it
 
 ENGINE, SERVER, LLM = "tests/llm/engine/", "tests/llm/server/", "tests/llm/"
-SERVED = (f"{SERVER}test_server_parts.py", f"{SERVER}test_server_prompts.py")
+SERVED = tuple(
+    f"{SERVER}test_{name}.py"
+    for name in (
+        "engine_loop",
+        "server_contract",
+        "server_parts",
+        "server_prompts",
+        "server_gate",
+        "server_logprobs",
+        "answer_pieces",
+        "tool_grammar",
+        "server_field_docs",
+        "server_clients",
+        "server_connections",
+        "server",
+        "server_failure",
+    )
+)
 ATTENTION = "tests/attention/"
 # The tests of a file, the quickest first; the longest prefix that fits counts.
 TESTS: dict[str, tuple[str, ...]] = {
-    "llm/engine/": (f"{ENGINE}test_engine.py",),
+    "llm/engine/": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_structured.py",
+    ),
     "llm/engine/async_llm.py": (f"{ENGINE}test_async_llm.py",),
     "llm/engine/attention_ways.py": (
         f"{ENGINE}test_engine_cascade.py",
         f"{ENGINE}test_engine_sparse.py",
     ),
-    "llm/engine/config.py": (f"{ENGINE}test_engine.py", f"{ENGINE}test_engine_sparse.py"),
+    "llm/engine/build.py": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_engine_formats.py",
+        f"{LLM}parallel/test_ranks.py",
+    ),
+    "llm/engine/config.py": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_engine_sparse.py",
+    ),
     "llm/engine/detokeniser.py": (f"{ENGINE}test_text_stream.py",),
     "llm/engine/drafters.py": (
         f"{LLM}speculative/test_speculative.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/engine/launch.py": (f"{ENGINE}test_engine.py", f"{LLM}speculative/test_draft_trees.py"),
-    "llm/engine/llm.py": (f"{ENGINE}test_llm_threads.py", f"{ENGINE}test_engine.py"),
+    "llm/engine/limits.py": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_engine_cascade.py",
+    ),
+    "llm/engine/llm.py": (
+        f"{ENGINE}test_llm_threads.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_sampling_defaults.py",
+    ),
     "llm/engine/prompts.py": (f"{ENGINE}test_text_stream.py", f"{ENGINE}test_engine.py"),
     "llm/engine/ranks.py": (f"{LLM}parallel/test_ranks.py",),
+    "llm/engine/sampling_defaults.py": (f"{ENGINE}test_sampling_defaults.py",),
     "llm/engine/scheduler.py": (f"{ENGINE}test_scheduler.py", f"{ENGINE}test_engine.py"),
     "llm/engine/stats.py": (f"{LLM}speculative/test_speculative.py", f"{ENGINE}test_engine.py"),
-    "llm/engine/text_stream.py": (f"{ENGINE}test_text_stream.py",),
+    "llm/engine/step_masks.py": (f"{ENGINE}test_structured.py",),
+    "llm/engine/stop_strings.py": (f"{ENGINE}test_stop_strings.py",),
+    "llm/engine/text_stream.py": (f"{ENGINE}test_stop_strings.py", f"{ENGINE}test_text_stream.py"),
     "llm/engine/turns.py": (f"{ENGINE}test_llm_threads.py",),
     "llm/sampling/": (
+        f"{ENGINE}test_engine_sizes.py",
         f"{LLM}sampling/test_sampling_params.py",
         f"{LLM}sampling/test_sampler.py",
         f"{LLM}sampling/test_verify.py",
+        f"{LLM}speculative/test_draft_chain.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/sequences/": (
@@ -74,11 +120,18 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{LLM}speculative/test_draft_trees.py",
         f"{ENGINE}test_engine.py",
     ),
-    "llm/server/": (*SERVED, f"{SERVER}test_server.py", f"{SERVER}test_server_failure.py"),
-    "llm/server/channel.py": (*SERVED, f"{SERVER}test_server_failure.py"),
+    "llm/server/": SERVED,
+    "llm/server/channel.py": (
+        f"{SERVER}test_server_parts.py",
+        f"{SERVER}test_server_failure.py",
+    ),
+    "llm/server/engine_child.py": (f"{SERVER}test_engine_loop.py", f"{SERVER}test_server.py"),
     "llm/server/engine_process.py": (f"{SERVER}test_server_failure.py",),
+    "llm/server/engine_watch.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/guarded_protocol.py": (f"{SERVER}test_server_connections.py",),
+    "llm/server/heartbeat.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/markdown.py": (f"{SERVER}test_server_markdown.py",),
+    "llm/server/restart_policy.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/restarting_engine.py": (f"{SERVER}test_server_failure.py",),
     "keys/": (
         f"{ATTENTION}test_keys.py",
@@ -117,7 +170,8 @@ def all_mutations() -> list[Mutation]:
             lines = source.decode().splitlines()
             for each in find_mutations(name, source):
                 text = lines[each.line - 1].strip()
-                if (name, text, each.before, each.after) not in known:
+                whole_line, one = (name, text), (name, text, each.before, each.after)
+                if whole_line not in known and one not in known:
                     found.append(each)
     return found
 
@@ -137,43 +191,45 @@ class Scratch:
                 if (ROOT / name).is_file():
                     shutil.copy(ROOT / name, target)
         self._time = time.time() - 1e6  # compiled files are found by whole seconds
-        self._traces: dict[str, list[dict[str, Any]]] = {}  # by test file; none where it fails
-        self._kept = Path(tempfile.gettempdir(), f"mutants-{self._digest()}")
-        self._kept.mkdir(exist_ok=True)
+        self._traces: dict[str, list[dict[str, Any]]] = {}  # by test file
+        self._sources = self._digest("anabranch", "tests/support", "tests/conftest.py")
 
     def close(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)
 
-    def _digest(self) -> str:
-        """Of the sources: traces are kept for the next run over the same ones."""
+    def _digest(self, *names: str) -> str:
+        """Of files and folders of sources."""
         found = hashlib.sha256()
-        for room in ("anabranch", "tests"):
-            for path in sorted((self.root / room).rglob("*.py")):
-                found.update(path.read_bytes())
+        for name in names:
+            path = self.root / name
+            for each in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+                found.update(each.read_bytes())
         return found.hexdigest()[:16]
 
     def _trace(self, test: str) -> list[dict[str, Any]]:
-        """The tests of a file, each with the lines it runs."""
+        """The tests of a file that pass, each with the lines it runs."""
         if test not in self._traces:
-            kept = self._kept / f"{Path(test).stem}.json"
+            # kept for the next run over the same sources
+            name = f"mutants-{self._sources}-{self._digest(test)}-{Path(test).stem}.json"
+            kept = Path(tempfile.gettempdir(), name)
             if not kept.is_file():
                 self._run((test,), 3600, traced=kept)
             if not kept.is_file():
-                print(f"tests fail without a mutation: {test}", flush=True)
+                print(f"tests do not run: {test}", flush=True)
             self._traces[test] = json.loads(kept.read_text()) if kept.is_file() else []
         return self._traces[test]
 
     def _chosen(self, mutation: Mutation) -> tuple[tuple[str, ...], float]:
         """Tests that run the mutated line, the quickest first, and their seconds.
 
-        Of lines that run at import or in another process, those of the file, or all.
+        Of lines that run at import or in another process: those that run the file, then the others.
         """
         path = mutation.path.removeprefix("anabranch/")
         rows = [row for test in tests_of(mutation.path) for row in self._trace(test)]
-        of_file = [row for row in rows if path in row["files"]]
-        of_line = [row for row in of_file if mutation.line in row["files"][path]]
+        of_line = [row for row in rows if mutation.line in row["files"].get(path, ())]
         tests, total = list[str](), 0.0
-        for row in sorted(of_line or of_file or rows, key=lambda row: row["seconds"]):
+        order = lambda row: (path not in row["files"], row["seconds"])  # noqa: E731
+        for row in sorted(of_line or rows, key=order):
             if total < MOST_SECONDS:
                 tests.append(row["test"])
                 total += row["seconds"]
@@ -232,7 +288,8 @@ class Scratch:
             sys.path[:] = [str(self.root), *(p for p in sys.path if p not in ("", str(ROOT)))]
             sys.path.remove(str(ROOT / "tests" / "support"))
             pytest: Any = import_module("pytest")
-            options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+            options += [] if traced else ["-x"]
             plugins = [LineTraces(self.root / "anabranch", traced)] if traced else []
             code = int(pytest.main([*options, *tests], plugins))
         finally:

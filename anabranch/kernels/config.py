@@ -196,10 +196,12 @@ def select_attend(
 def _select_short(rows: int, rows_per_seq: float, num_pairs: int, head_dim: int) -> AttendConfig:
     """Decode and verify: transposed tiles, as many bytes under way as fit."""
     config = partial(AttendConfig, rows, keys_first=True, part_tiles=4)
-    few_rows = {"merge_rows": 4, "merge_batch": 8}
-    merge = few_rows if rows_per_seq <= 4 else {"merge_rows": 16, "merge_batch": 4}
+    rows_at_once, batch = (4, 8) if rows_per_seq <= 8 else (16, 4)
+    merge = {"merge_rows": rows_at_once, "merge_batch": batch}
     if head_dim > 128:
         return config(32, 4, 3, 2 if rows == 16 else 1, **merge)
+    if head_dim <= 64 and rows == 16:  # 32 x 4096: 67 against 80 in tiles of 64 keys
+        return config(128, 4, 3, 2, **merge)
     if num_pairs <= 32 and rows == 16:  # 1 x 8192: 18.0 against 22.3 in tiles of 64 keys
         return config(128, 4, 3, 1, **merge)
     if num_pairs <= 32:  # 8 tokens, 1 x 32768: 48.6 against 51.8 untransposed

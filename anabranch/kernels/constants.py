@@ -16,6 +16,7 @@ from anabranch.kernels.config import (
     power_of_two,
     split_head_dim,
 )
+from anabranch.kernels.versions import NARROW_IN_WARPS
 from anabranch.keys import StoreFormat
 
 MOST_PARTS = 64  # fixed ones of a block, if there are so many workers
@@ -102,6 +103,7 @@ class Source:
     native_fp8: bool  # the GPU has the type float8_e4m3fn
     wide_pages: bool = False  # a page spans 2^31 elements or more
     pairs: bool = False  # both are loaded by pairs of keys
+    quads: bool = False  # products take four dims next to each other from a thread
     packed: bool = False  # NVIDIA's instructions for pairs of halves are there
     lists: ListShape | None = None  # the table holds lists of keys, which are looked up as read
     list_heads: tuple[int, int] | None = None  # (lists of a token, kv heads) of quantised keys
@@ -268,11 +270,13 @@ def with_codes(
     """The constants for quantised stores: strides of scales, and how codes can be loaded."""
     tiles, source = constants.tiles, constants.source
     v_words = v_words and not tiles.values_first
+    pairs = pairs and tiles.keys_first and tiles.block_m < 16
     source = replace(
         source,
         k=replace(source.k, scale_strides=k_scale_strides, words=k_words),
         v=replace(source.v, scale_strides=v_scale_strides, words=v_words),
-        pairs=pairs and tiles.keys_first and tiles.block_m < 16,
+        pairs=pairs,
+        quads=pairs and (NARROW_IN_WARPS or not constants.overlap),
         list_heads=list_heads,
     )
     return replace(constants, source=source)

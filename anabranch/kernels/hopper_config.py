@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from itertools import accumulate
+from typing import NamedTuple
 
-from anabranch.kernels.config import split_head_dim
+from anabranch.kernels.config import power_of_two, split_head_dim
 
 # Key and value head dims that tiles have been chosen and tested for: each is one power of two, or
 # two of them (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64).
@@ -23,25 +25,36 @@ class HopperTiles:
     stages: int  # tiles of K, and of V, under way
     q_in_registers: bool  # the main columns of Q
     out_columns: int = 64  # staged at a time
+    merge_price: int = 4  # cutting costs as much as this many tiles
     consumer_registers: int = 240
     producer_registers: int = 24
 
 
+BLOCK_ROWS = 128  # of a block: two consumers of 64
+MAX_PACK = 64  # heads of a block: the rows of one consumer are whole tokens
 FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
+FEW_KEYS = 256  # that the rows of a block see: two wide tiles
+FEW_ROWS = 64  # of a sequence
+APART_KEYS = 1024  # of a sequence at least, where parts of few blocks are merged by a launch: that
+# takes 4 us though nothing is cut, and saves 7 of 28 for 5 tokens, 64/8 heads, 1 x 8192
 
 
-def select_tiles(head_dim_k: int, head_dim_v: int, *, few_blocks: bool = False) -> HopperTiles:
+def select_tiles(
+    head_dim_k: int, head_dim_v: int, *, few_blocks: bool = False, few_keys: bool = False
+) -> HopperTiles:
     """Tiles whose accumulators and scores fit into 240 registers a thread.
 
     Microseconds of trial runs on an H200, bfloat16, 1 x 8192 unless said otherwise. The accumulator
     is rescaled at the end of the loop: 32/8 heads of 128, 863 against 878 while the scores run.
-    `few_blocks` are cut into parts, which begin sooner in small tiles. 32 queries, 8 x 4096: 49.2
-    against 50.7; 8 queries, 8 x 1024: 17.3 against 19.4; 32/1 heads, 32 x 8192: 42.1 against 43.1.
-    Many blocks lose by them: 8 queries, 64 x 4096: 291 against 270.
+    `few_blocks` of few rows are cut into parts, which begin sooner in small tiles. 32 queries, 8 x
+    4096: 49.2 against 50.7; 8 queries, 8 x 1024: 17.3 against 19.4; 32/1 heads, 32 x 8192: 42.1
+    against 43.1. Many blocks lose by them: 8 queries, 64 x 4096: 291 against 270. Blocks that see
+    `few_keys` end sooner: 32 x 128 30.6 against 36.2; 8192 tokens, 64/8 heads of 64, window 128:
+    111 against 166.
     """
     if head_dim_k > 192 or head_dim_v > 128:
         return HopperTiles(64, 2, q_in_registers=False)
-    if few_blocks and head_dim_k <= 128:
+    if head_dim_k <= 128 and (few_keys or (few_blocks and head_dim_k > 64)):
         return HopperTiles(64, 3, q_in_registers=True)
     if head_dim_k <= 64:  # 8 x 1024, 64/16 heads: 212 against 216 with two stages
         return HopperTiles(128, 3, q_in_registers=True)
@@ -49,9 +62,42 @@ def select_tiles(head_dim_k: int, head_dim_v: int, *, few_blocks: bool = False) 
     return HopperTiles(128, 2, q_in_registers=True)
 
 
-def pack_of(group: int) -> int:
-    """Query heads whose rows share a block: the largest power of two in the group, at most 64."""
-    return min(group & -group, 64)
+class Packing(NamedTuple):
+    """Rows of a block: tokens times `pack` heads, of which the first `heads` exist."""
+
+    pack: int  # a power of two
+    heads: int
+
+
+def select_packing(group: int, tokens_per_seq: float, num_decodes: int = 0) -> Packing:
+    """Heads whose rows share a block: a power of two in the group, or the group and padding.
+
+    Groups of 3, 5 or 7 have no power of two: without padding, few tokens leave most of a block
+    empty, and every head reads the keys anew. What needs fewer blocks is chosen; equally many rows
+    a sequence give the same choice in any batch. Beside many sequences of one token, whose time is
+    that of reading keys, padding may cost a quarter more blocks.
+    """
+    inside, padded = group & -group, power_of_two(group)
+    if inside == padded or padded > MAX_PACK:
+        return Packing(min(inside, MAX_PACK), min(inside, MAX_PACK))
+    if 8 * num_decodes < math.ceil(tokens_per_seq * padded / BLOCK_ROWS):
+        num_decodes = 0
+    blocks_inside = math.ceil(tokens_per_seq * inside / BLOCK_ROWS) + num_decodes
+    blocks_padded = math.ceil(tokens_per_seq * padded / BLOCK_ROWS) + num_decodes
+    most = blocks_inside * (group // inside)
+    if num_decodes:
+        most *= 1.25
+    return Packing(padded, group) if blocks_padded < most else Packing(inside, inside)
+
+
+def merge_price(tiles: HopperTiles, head_dims: int, rows: float) -> int:
+    """Tiles that cutting blocks of so many rows costs: parts are written, read and merged.
+
+    256 tokens at 2304 keys, 32/8 heads of 128: 33.6 us uncut, 37 in two parts, which save 11.
+    Prices are in tiles of 128 keys and heads of 128, of which one takes about 1.2 us.
+    """
+    price = 4 if rows <= BLOCK_ROWS // 4 else 6 if rows <= BLOCK_ROWS // 2 else 10
+    return round(price * (1 + 128 * 256 / (tiles.block_n * head_dims)) / 2)
 
 
 def prefetch_assembly(kernel: str, sizes: Sequence[int]) -> str:
@@ -70,6 +116,7 @@ class HopperConstants:
 
     causal: bool
     pack: int  # query heads of one kv head whose rows share a block, a power of two
+    pack_heads: int  # those that exist
     num_packs: int
     packs_per_kv: int
     page_size: int  # 0 for contiguous keys
@@ -81,11 +128,13 @@ class HopperConstants:
     stages: int
     q_in_registers: bool
     out_columns: int
+    merge_price: int
     consumer_registers: int
     producer_registers: int
     num_programs: int
     fixed_parts: bool
     splits: bool  # whether blocks may be cut into parts: whole ones are slower with that code
+    fused: bool  # parts are merged by the consumer that arrives last, not by a launch
     overlap: bool  # launched while the kernel ahead is still ending
 
     @property
@@ -130,7 +179,7 @@ def hopper_constants(
     tiles: HopperTiles,
     *,
     causal: bool,
-    pack: int,
+    packing: Packing,
     num_heads: int,
     num_kv_heads: int,
     page_size: int,
@@ -139,6 +188,7 @@ def hopper_constants(
     num_programs: int,
     fixed_parts: bool = False,
     splits: bool = True,
+    fused: bool = True,
     overlap: bool = False,
 ) -> HopperConstants:
     """Join tiles with the shapes of a call; equal ones are the same object."""
@@ -146,9 +196,10 @@ def hopper_constants(
     assert (dk_main + dk_rest, dv_main + dv_rest) == (head_dim_k, head_dim_v)
     return HopperConstants(
         causal=causal,
-        pack=pack,
-        num_packs=num_heads // pack,
-        packs_per_kv=num_heads // num_kv_heads // pack,
+        pack=packing.pack,
+        pack_heads=packing.heads,
+        num_packs=num_heads // packing.heads,
+        packs_per_kv=num_heads // num_kv_heads // packing.heads,
         page_size=page_size,
         dk_main=dk_main,
         dk_rest=dk_rest,
@@ -157,6 +208,7 @@ def hopper_constants(
         num_programs=num_programs,
         fixed_parts=fixed_parts,
         splits=splits,
+        fused=fused,
         overlap=overlap,
         **asdict(tiles),
     )

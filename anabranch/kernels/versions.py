@@ -24,3 +24,8 @@ def since(table: dict[Version, Value], version: Version = TRITON) -> Value:
 # Whether the compiler takes products with 8 columns of operands made in registers, as codes loaded
 # by pairs of keys are, on GPUs with tensor memory. From 3.8 on, TritonGPUOptimizeDotOperands fails.
 PAIRS_IN_TENSOR_MEMORY = since({(3, 6): True, (3, 8): False})
+
+# Whether Hopper multiplies by 8 columns in single warps, which take four dims next to each other
+# from a thread. From 3.8 on it does in warpgroups, as by 16 columns: in the order of single warps
+# keys would go through shared memory once more (556 and not 454 instructions a tile of int8).
+NARROW_IN_WARPS = since({(3, 6): True, (3, 8): False})

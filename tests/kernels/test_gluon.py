@@ -15,7 +15,7 @@ from anabranch import AttentionState, attend, make_plan
 from anabranch.call import AttendCall, PlanOptions, Queries
 from anabranch.device import capability
 from anabranch.kernels.gluon.plan import HopperLayout, lay_out
-from anabranch.kernels.hopper_config import HEAD_DIMS, hopper_constants, select_tiles
+from anabranch.kernels.hopper_config import HEAD_DIMS, Packing, hopper_constants, select_tiles
 from anabranch.kernels.schedule.items import HEADER, ITEM
 from anabranch.kernels.schedule.order import num_slots, order, order_size
 from anabranch.rules import Rules
@@ -102,6 +102,25 @@ def test_contiguous(source: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("group", [1, 2, 5, 6, 8, 16, 32, 64])
 def test_groups(group: int) -> None:
     check(replace(MIXED, group=group, source="ragged"), wide=group % 2 == 1)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [3, 5, 7, 12])
+@pytest.mark.parametrize("given", [{}, {"fused_merge": True}, {"batch_invariant": True}], ids=str)
+def test_few_tokens_of_groups_with_padding(group: int, given: dict[str, object]) -> None:
+    case = replace(LONG, group=group, dims=(96, 96) if group == 5 else (128, 128))
+    check(case, wide=False, **given)
+    check(replace(case, sinks=True, num_kv_heads=3, q_lens=(1, 9), k_lens=(9, 9)), **given)
+
+
+@hopper
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", HEAD_DIMS)
+@pytest.mark.parametrize("fused_merge", [False, True])
+def test_parts_are_merged(dims: tuple[int, int], fused_merge: bool) -> None:
+    check(replace(LONG, dims=dims, sinks=True, window=9000), fused_merge=fused_merge)
+    check(replace(MIXED, dims=dims), fused_merge=fused_merge)
 
 
 @hopper
@@ -263,7 +282,7 @@ def test_items_cover_every_tile_once(
     constants = hopper_constants(
         select_tiles(128, 128),
         causal=True,
-        pack=4,
+        packing=Packing(4, 4),
         num_heads=8,
         num_kv_heads=2,
         page_size=0,

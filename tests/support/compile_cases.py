@@ -36,10 +36,11 @@ from triton import knobs
 
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
 from anabranch.kernels.constants import AttendProgram, attend_program
+from anabranch.kernels.gluon.kernel import OrderedWork
 from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
 from anabranch.kernels.gluon.latent_kernel import attend_latent
 from anabranch.kernels.gluon.launch import attend as gluon_attend
-from anabranch.kernels.hopper_config import hopper_constants, pack_of, select_tiles
+from anabranch.kernels.hopper_config import Packing, hopper_constants, select_packing, select_tiles
 from anabranch.kernels.layers import hopper_experts
 from anabranch.kernels.layers.expert_config import (
     ExpertConfig,
@@ -52,11 +53,12 @@ from anabranch.kernels.layers.expert_order import order_experts
 from anabranch.kernels.layers.expert_product import gate_experts, project_experts
 from anabranch.kernels.layers.expert_sum import sum_experts
 from anabranch.kernels.list_config import select_lists
-from anabranch.kernels.load.arguments import box_keys
+from anabranch.kernels.load.arguments import Rows, box_keys
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import in_words
+from anabranch.kernels.parts.merge_items import merge_items
 from anabranch.kernels.parts.merge_parts import merge_parts
-from anabranch.kernels.parts.slots import Parts
+from anabranch.kernels.parts.slots import Parts, StateRows
 from anabranch.kernels.schedule.order import order, order_size
 from anabranch.kernels.schedule.schedule import schedule
 from anabranch.kernels.schedule.schedule_layout import schedule_size
@@ -260,35 +262,45 @@ def gluon_cases(_: int) -> Iterator[Case]:
         rules: Rules,
         *,
         few_blocks: bool = False,
+        tokens: int = 1000,
     ) -> None:
+        num_heads = 8 * group if group % 2 else 32
         constants = hopper_constants(
             select_tiles(*dims, few_blocks=few_blocks),
             causal=True,
-            pack=pack_of(group),
-            num_heads=32,
-            num_kv_heads=32 // group,
+            packing=select_packing(group, tokens),
+            num_heads=num_heads,
+            num_kv_heads=num_heads // group,
             page_size=page_size,
             head_dim_k=dims[0],
             head_dim_v=dims[1],
             num_programs=132,
             splits=splits,
+            fused=not few_blocks,
             overlap=True,
         )
-        k, v = (meta(64, 16, 32 // group, dim, dtype=BRAIN) for dim in dims)
+        k, v = (meta(64, 16, num_heads // group, dim, dtype=BRAIN) for dim in dims)
         keys = PagedKV(k, v, ints(64, 16), ints(64)) if page_size else DenseKV(k, v)
-        state = AttentionState(meta(64, 32, dims[1], dtype=BRAIN), meta(64, 32))
-        q = meta(64, 32, dims[0], dtype=BRAIN)
-        gluon_attend(q, keys.view(), rules, state, ints(1024), ints(1), SCRATCH, constants)
+        q = meta(64, num_heads, dims[0], dtype=BRAIN)
+        work = OrderedWork(ints(1024), ints(1))
+        gluon_attend(q, keys.view(), rules, rows_of(num_heads, dims[1]), work, constants)
 
     yield "128, whole blocks", partial(launch, (128, 128), 4, 0, False, plain)
     yield "128, pages and parts", partial(launch, (128, 128), 4, 16, True, plain)
     few_blocks = partial(launch, (128, 128), 4, 16, True, plain, few_blocks=True)
     yield "128, few blocks", few_blocks
+    yield "128, padded packs", partial(launch, (128, 128), 7, 16, True, plain, tokens=5)
     yield "192/128", partial(launch, (192, 128), 1, 0, False, plain)
     yield "256", partial(launch, (256, 256), 4, 16, False, plain)
     yield "64", partial(launch, (64, 64), 4, 0, True, plain)
     yield "96", partial(launch, (96, 96), 1, 0, True, plain)
     yield "every rule", partial(launch, (128, 128), 4, 16, True, every_rule)
+    yield "256, every rule", partial(launch, (256, 256), 4, 16, False, every_rule)
+
+
+def rows_of(num_heads: int, dim: int) -> StateRows:
+    out, lse = meta(64, num_heads, dim, dtype=BRAIN), meta(64, num_heads)
+    return StateRows(Rows(out, *out.stride()), Rows(lse, *lse.stride(), 0), SCRATCH)
 
 
 def latent_cases(_: int) -> Iterator[Case]:
@@ -311,6 +323,21 @@ def latent_cases(_: int) -> Iterator[Case]:
     yield "every rule", partial(launch, 16, 16, False, every_rule)
 
 
+def merge_items_cases(_: int) -> Iterator[Case]:
+    """Heads of one power of two, and of two."""
+
+    def launch(dim: int, packing: Packing) -> None:
+        constants = hopper_constants(
+            select_tiles(dim, dim), causal=True, packing=packing, num_heads=28, num_kv_heads=4,
+            page_size=16, head_dim_k=dim, head_dim_v=dim, num_programs=132, fused=False,
+            overlap=True,
+        )  # fmt: skip
+        merge_items(rows_of(28, dim), ints(1024), 33, constants)
+
+    yield "128", partial(launch, 128, Packing(1, 1))
+    yield "96, padded packs", partial(launch, 96, Packing(8, 7))
+
+
 def order_cases(_: int) -> Iterator[Case]:
     """Each kind of lengths, with a window, with fixed parts, and never cut."""
 
@@ -318,7 +345,7 @@ def order_cases(_: int) -> Iterator[Case]:
         constants = hopper_constants(
             select_tiles(128, 128),
             causal=True,
-            pack=4,
+            packing=Packing(4, 4),
             num_heads=32,
             num_kv_heads=8,
             page_size=0,
@@ -327,6 +354,7 @@ def order_cases(_: int) -> Iterator[Case]:
             num_programs=132,
             fixed_parts=fixed_parts,
             splits=splits,
+            fused=fixed_parts,
         )
         lengths = ints(9)
         given = (None, lengths) if packed else (lengths[1:], None)
@@ -581,6 +609,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{KERNELS}.layers.expert_product": expert_product_cases,
     f"{KERNELS}.layers.expert_sum": expert_sum_cases,
     f"{KERNELS}.layers.hopper_experts": hopper_expert_cases,
+    f"{KERNELS}.parts.merge_items": merge_items_cases,
     f"{KERNELS}.parts.merge_parts": merge_parts_cases,
     f"{KERNELS}.schedule.order": order_cases,
     f"{KERNELS}.schedule.schedule": schedule_cases,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from functools import lru_cache
 from pathlib import Path
 
 import triton
@@ -71,6 +72,7 @@ def loops_join_no_halves(cubin: bytes) -> bool:
     return not any("PRMT" in line for body in sorted(loops, key=len)[:2] for line in body)
 
 
+@lru_cache(maxsize=1)  # several checks look at one kernel
 def _disassembled(cubin: bytes) -> list[str]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

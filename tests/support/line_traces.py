@@ -1,4 +1,4 @@
-"""Which lines of the package each test runs, and how long it takes: a plugin of pytest."""
+"""Which lines of the package each passing test runs, and how long it takes: a plugin of pytest."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class LineTraces:
         self._package, self._out = f"{package}/", out
         self._lines: set[tuple[str, int]] = set()
         self._rows: list[dict[str, Any]] = []
+        self._passed: set[str] = set()
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         del event, argument
@@ -47,8 +48,14 @@ class LineTraces:
         files: dict[str, list[int]] = {}
         for name, line in sorted(self._lines):
             files.setdefault(name.removeprefix(self._package), []).append(line)
-        self._rows.append({"test": item.nodeid, "seconds": seconds, "files": files})
+        if item.nodeid in self._passed:
+            self._rows.append({"test": item.nodeid, "seconds": seconds, "files": files})
 
-    def pytest_sessionfinish(self, exitstatus: int) -> None:
-        if not exitstatus:
-            self._out.write_text(json.dumps(self._rows))
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self._passed.discard(report.nodeid)
+        elif report.when == "call" and report.passed:
+            self._passed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        self._out.write_text(json.dumps(self._rows))

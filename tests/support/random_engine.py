@@ -14,13 +14,16 @@ from anabranch.llm.engine.arrivals import arrive
 from anabranch.llm.engine.limits import Limits
 from anabranch.llm.engine.request import Request
 from anabranch.llm.engine.stats import EngineStats
+from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
+from anabranch.llm.grammar.grammar_state import GrammarError
+from anabranch.llm.grammar.token_rules import num_words
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.samples import HostLogprobs
 from anabranch.llm.sampling.token_logprobs import sampled_entry
 from anabranch.llm.sequences.page_pool import PagePool
 from anabranch.llm.sequences.sequence import Sequence
 from anabranch.llm.server.deltas import DeltaCursor, RequestDelta
-from anabranch.llm.server.errors import RequestRefused
+from anabranch.llm.server.errors import RequestBroken, RequestRefused
 from anabranch.llm.server.messages import Outputs, Ready, Snapshot
 
 
@@ -34,16 +37,18 @@ class RandomEngine:
         vocab, page_size = len(tokenizer), 16
         self._rng = random.Random(0)
         self._vocab = vocab
+        eos_ids = frozenset({tokenizer.eos_token_id})
         limits = Limits(context, max_num_seqs, 64, page_size, 64, 0)
         self._admission = Admission(
             tokenizer=tokenizer,
             vocab_size=vocab,
-            eos_ids=frozenset({tokenizer.eos_token_id}),
+            eos_ids=eos_ids,
             limits=limits,
             pool=PagePool(limits.num_pages),
             prefix_caching=True,
             makes_drafts=False,
             seed=0,
+            grammars=GrammarCompiler(tokenizer, vocab, eos_ids),
         )
         self.info = Ready(
             "random", tokenizer, vocab, context, max_num_seqs, limits.num_pages, page_size, 0, "cpu"
@@ -61,8 +66,11 @@ class RandomEngine:
                 raise RequestRefused(str(error)) from error
             cursor, step = DeltaCursor(request), 0
             while not request.finished:
-                for seq in request.seqs:
-                    self._extend(request, seq, step)
+                try:
+                    for seq in request.seqs:
+                        self._extend(request, seq, step)
+                except GrammarError as error:
+                    raise RequestBroken(f"GrammarError: {error}") from error
                 step += 1
                 delta = cursor.delta()
                 assert delta is not None
@@ -72,7 +80,7 @@ class RandomEngine:
     def _extend(self, request: Request, seq: Sequence, step: int) -> None:
         if seq.finished:
             return
-        params, token = seq.params, self._rng.randrange(self._vocab)
+        params, token = seq.params, self._choose(seq)
         if step == 0 and seq.scores_prompt and params.prompt_logprobs is not None:
             seq.prompt_logprobs += [
                 sampled_entry(
@@ -83,6 +91,15 @@ class RandomEngine:
         wanted = params.logprobs
         logprobs = None if wanted is None else self._logprobs(wanted)
         arrive(request, seq, [token], rejects=False, step=step, logprobs=logprobs)
+
+    def _choose(self, seq: Sequence) -> int:
+        """Any token that the rules of a sequence allow."""
+        if seq.rules is None:
+            return self._rng.randrange(self._vocab)
+        masks = np.full((1, num_words(self._vocab)), -1, np.int32)
+        seq.rules.fill(masks, [], [])
+        bits = np.unpackbits(masks.view(np.uint8), bitorder="little")[: self._vocab]
+        return int(self._rng.choice(np.flatnonzero(bits)))
 
     def _logprobs(self, wanted: int) -> HostLogprobs:
         likely = self._rng.sample(range(self._vocab), min(wanted, self._vocab))

@@ -28,6 +28,7 @@ class AnabranchLatentAttention(_interface.MLACommonImpl):
     """One latent attention layer."""
 
     can_return_lse_for_decode: bool = True
+    supports_dcp: bool = True
     supports_pcp: bool = False
 
     def __init__(

@@ -70,10 +70,43 @@ def exp2(x):
 
 
 @gluon.jit
+def tanh(x):
+    """tanh(x) in one instruction, with an error of at most 2^-11 of it.
+
+    That is what a 16-bit logit would be rounded by. 1 - 2 / (e^2x + 1) needs two more: a prompt of
+    4096 tokens with 16/8 heads of 256 on an H200, 265 us against 211 without a softcap.
+    """
+    return gl.inline_asm_elementwise(
+        "tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def uniform(x):
     """A value that all threads of a warp share, so that ptxas keeps it in a uniform register."""
     return gl.inline_asm_elementwise(
         "shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def lane():
+    """The number of a thread in its warp: a scalar that differs from thread to thread."""
+    return gl.inline_asm_elementwise(
+        "mov.u32 $0, %laneid;", "=r", [], dtype=gl.int32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def of_lane(x, LANE: gl.constexpr):
+    """The value of one thread of the warp, for all of them."""
+    return gl.inline_asm_elementwise(
+        "shfl.sync.idx.b32 $0, $1, $2, 31, -1;",
+        "=r,r,n",
+        [x, LANE],
+        dtype=gl.int32,
+        is_pure=True,
+        pack=1,
     )
 
 

@@ -22,7 +22,6 @@ from anabranch.kernels.gluon.queue import first_ticket, next_ticket
 from anabranch.kernels.gluon.skip_items import skip_items
 from anabranch.kernels.gluon.tile import (
     attend_tile,
-    base2_scale,
     first_weights,
     issue_values,
     thread_sums,
@@ -109,7 +108,7 @@ def consume(q, k, v, staging, queue, given, C: gl.constexpr, WG: gl.constexpr):
         done += 1
         taken += 1
         total = gl.convert_layout(gl.sum(state.total, 1), row_layout)
-        finish_item(acc, total, state.peak * base2_scale(rules), this, staging, given, C, WG)
+        finish_item(acc, total, state.peak, this, staging, given, C, WG)
         if WG == 1 and C.splits:
             ticket, taken, done = skip_items(
                 q, k, v, queue, given.order, ticket, taken, done, C, WG

@@ -15,6 +15,8 @@ from anabranch.kernels.gluon.barriers import (
     V_FREE,
     bar_arrive,
     bar_sync,
+    lane,
+    of_lane,
 )
 from anabranch.kernels.gluon.queue import (
     first_ticket,
@@ -29,34 +31,33 @@ from anabranch.kernels.schedule.items import read_item
 
 @gluon.jit
 def tile_pages(tile, block, given, C: gl.constexpr):
-    """The pages of a tile, as a tuple of scalars; those past the sequence repeat its last."""
-    pages = ()
+    """The pages of a tile, one in each lane of the warp; those past the sequence repeat its last.
+
+    One load and one register for all of them, so that the next tile's can be under way early.
+    """
     if C.page_size:
         first = tile * C.block_n // C.page_size
         last = gl.maximum(block.seq_len - 1, 0) // C.page_size
+        page = gl.maximum(gl.minimum(first + lane(), last), 0)
         table = given.table + block.origin.to(gl.int64) * given.table_stride
-        BOXES: gl.constexpr = C.boxes_a_tile
-        for i in gl.static_range(BOXES):
-            page = gl.load(table + gl.minimum(first + i, last), mask=block.seq_len > 0, other=0)
-            pages = pages + (page,)  # noqa: RUF005 (the kernel language has no unpacking)
+        return gl.load(table + page, mask=block.seq_len > 0, other=0)
     else:
-        pages = (block.origin,)
-    return pages
+        return block.origin
 
 
 @gluon.jit
 def copy_tile(desc, buffer, full, tile, pages, page_rows, column, C: gl.constexpr):
     """Copy a tile of keys or values; a page begins every `page_rows` rows."""
     if C.page_size >= C.block_n:
-        row = pages[0] * page_rows + tile * C.block_n % C.page_size
+        row = of_lane(pages, 0) * page_rows + tile * C.block_n % C.page_size
         load_box(desc, [row, column], full, buffer)
     elif C.page_size:
         BOXES: gl.constexpr = C.boxes_a_tile
         for i in gl.static_range(BOXES):
             box = buffer.slice(i * C.page_size, C.page_size, 0)
-            load_box(desc, [pages[i] * page_rows, column], full, box)
+            load_box(desc, [of_lane(pages, i) * page_rows, column], full, box)
     else:
-        row = pages[0] * page_rows + tile * C.block_n
+        row = pages * page_rows + tile * C.block_n
         load_box(desc, [row, column], full, buffer)
 
 
@@ -105,18 +106,21 @@ def produce_queries_keys(q, k, q_descs, boxes, queue, counter_ptr, given, C: gl.
         token = block.q_start + block.first_row // C.pack
         turn = take_turn(counter_ptr)
         if C.frees_queries_early:
-            copy_queries(q, q_descs, taken, token, pack * C.pack, C)
+            copy_queries(q, q_descs, taken, token, pack * C.pack_heads, C)
+        last_tile = block.first_tile + block.num_tiles - 1
+        pages = tile_pages(last_tile, block, given, C)
         for count in range(0, block.num_tiles):
-            tile = block.first_tile + block.num_tiles - 1 - count
-            pages = tile_pages(tile, block, given, C)
+            tile = last_tile - count
+            next_pages = tile_pages(tile - 1, block, given, C)
             slot = done % C.stages
             if done >= C.stages:
                 bar_sync(K_FREE + slot, BOTH_AND_PRODUCER)
             copy_columns(k, boxes, slot, tile, pages, kv_head, C, C.dk_main, C.dk_rest)
+            pages = next_pages
             done += 1
             if count == 0:  # the first copies are under way: time to look for the next item
                 if not C.frees_queries_early:
-                    copy_queries(q, q_descs, taken, token, pack * C.pack, C)
+                    copy_queries(q, q_descs, taken, token, pack * C.pack_heads, C)
                 if taken == 0:
                     bar_arrive(FIRST_KEYS, BOTH_PRODUCERS)
                 ticket = publish_ticket(queue, given.order, turn, taken, C)
@@ -139,13 +143,16 @@ def produce_values(v, boxes, queue, given, C: gl.constexpr):
         item, pack = ticket // C.num_packs, ticket % C.num_packs
         block = read_item(given.order, item)
         kv_head = pack // C.packs_per_kv
+        last_tile = block.first_tile + block.num_tiles - 1
+        pages = tile_pages(last_tile, block, given, C)
         for count in range(0, block.num_tiles):
-            tile = block.first_tile + block.num_tiles - 1 - count
-            pages = tile_pages(tile, block, given, C)
+            tile = last_tile - count
+            next_pages = tile_pages(tile - 1, block, given, C)
             slot = done % C.stages
             if done >= C.stages:
                 bar_sync(V_FREE + slot, BOTH_AND_PRODUCER)
             copy_columns(v, boxes, slot, tile, pages, kv_head, C, C.dv_main, C.dv_rest)
+            pages = next_pages
             done += 1
         ticket = next_ticket(queue, taken, 1)
         taken += 1

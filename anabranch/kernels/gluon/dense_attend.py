@@ -8,11 +8,15 @@ from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels.gluon.boxes import store_refusal, takes_rows
 from anabranch.kernels.gluon.plan import HopperLayout, fill_plan, lay_out
 from anabranch.kernels.hopper_config import HEAD_DIMS, HopperTiles
+from anabranch.kernels.load.arguments import Rows
+from anabranch.kernels.parts.merge_items import merge_items
+from anabranch.kernels.parts.slots import StateRows
 from anabranch.state import AttentionState
 
 __all__ = ["attend", "fill_plan", "lay_out", "prefers", "refusal"]
 MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's loads
-MIN_ROWS = 32  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
+MIN_WIDE_ROWS = 16  # the same for heads of more than 128
+MIN_ROWS = 24  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
 
 
 def prefers(call: AttendCall, options: PlanOptions) -> bool:
@@ -20,12 +24,20 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
 
     H200, 32/8 heads of 128, us here and in Triton: 8 queries (32 rows), 1 x 32768 46.5 and 47.5,
     8 x 8192 73.2 and 79.0; 4 queries, 64/8 heads, 16 x 8192 131 and 147; 16 queries, 8 x 8192 77.2
-    and 91.8. But 3 queries, 64/8 heads (24 rows), 8 x 259 10.4 and 10.0.
+    and 91.8; 6 queries (24 rows), 4 x 16384 72.1 and 77.5, 12 queries, 32/16 heads, 37 x 115 22.5
+    and 24.8. But 3 queries, 64/8 heads, 8 x 259 10.4 and 10.0.
+    Heads of 256: 12 queries, 8/4 heads (24 rows), 3 x 844 to 2228: 25.6 and 33.1.
+    Tokens that do not divide evenly among sequences are taken for prompts beside decodes: there the
+    average says nothing. 512 tokens at 4608 keys beside 128 decodes at 2048: 301 and 512.
     """
     q, keys = call.queries.packed, call.keys
+    num_tokens, num_seqs = q.shape[0], max(keys.num_seqs, 1)
+    least = MIN_ROWS if q.shape[2] <= 128 else MIN_WIDE_ROWS
     if options.rows_per_seq is not None:
-        return options.rows_per_seq >= MIN_ROWS
-    return q.shape[0] * q.shape[1] >= MIN_ROWS * keys.num_kv_heads * max(keys.num_seqs, 1)
+        return options.rows_per_seq >= least
+    if num_tokens % num_seqs and num_tokens > num_seqs:
+        return True
+    return num_tokens * q.shape[1] >= least * keys.num_kv_heads * num_seqs
 
 
 def refusal(call: AttendCall, options: PlanOptions) -> str | None:
@@ -37,8 +49,6 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"it has tiles for head dims {known}, got {dims[0]}/{dims[1]}"
     if options.config is not None and not isinstance(options.config, HopperTiles):
         return f"config must be HopperTiles, got {type(options.config).__name__}"
-    if options.fused_merge is False:
-        return "it merges parts without a second launch, got fused_merge=False"
     if view.lists is not None or view.log_weights is not None:
         return f"it copies keys in boxes, got lists of up to {keys.capacity} keys"
     page = view.page_size
@@ -59,6 +69,7 @@ def attend(
     out: AttentionState | None,
 ) -> AttentionState:
     """The state of a call, in `out` if that is given."""
+    from anabranch.kernels.gluon.kernel import OrderedWork
     from anabranch.kernels.gluon.launch import attend as launch
 
     q, state = call.queries.packed, out
@@ -66,8 +77,15 @@ def attend(
         state = new_state(call)
     if q.shape[0]:
         plan = layout.open(room)
-        where = plan.schedule, plan.counters[:1], plan.parts
-        launch(q, call.view, call.rules, state, *where, plan.program)
+        results = StateRows(
+            Rows(state.out, *state.out.stride()),
+            Rows(state.lse, *state.lse.stride(), 0),
+            plan.parts,
+        )
+        work = OrderedWork(plan.schedule, plan.counters[:1])
+        launch(q, call.view, call.rules, results, work, plan.program)
+        if not plan.program.fused:
+            merge_items(results, plan.schedule, layout.slots, plan.program)
     if out is None or state is out:
         return state
     out.out.copy_(state.out)

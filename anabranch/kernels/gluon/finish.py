@@ -8,6 +8,7 @@ from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.operands import EndedRows
 from anabranch.kernels.gluon.versions import store_box, thread_barrier
 from anabranch.kernels.parts.join import merge_slots
+from anabranch.kernels.parts.merge_items import is_row, place_rows, rows_of_slot
 from anabranch.kernels.schedule.items import read_item, read_part
 from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, pivot_of
 
@@ -34,25 +35,30 @@ def finish_item(acc, total, peak, ticket, staging, given, C: gl.constexpr, WG: g
     factor = gl.exp2(peak - pivot)  # 1, or 0 where nothing was seen
     if sinks_ptr is not None:
         # Orphan tokens belong to no sequence and have no sink.
-        owned = (rows < num_rows) & (part == 0) & (block.q_start < gl.load(given.order + 2))
-        sinks = gl.load(sinks_ptr + pack * C.pack + rows % C.pack, owned, other=-float("inf"))
-        sinks = sinks.to(gl.float32) * LOG2_E
-        pivot = pivot_of(gl.maximum(peak, sinks))
+        owned = is_row(rows, num_rows, C) & (part == 0)
+        owned = owned & (block.q_start < gl.load(given.order + 2))
+        head = pack * C.pack_heads + rows % C.pack
+        sinks = gl.load(sinks_ptr + head, owned, other=-float("inf"))
+        sinks = sinks.to(gl.float32)
+        pivot = pivot_of(gl.maximum(peak, sinks * LOG2_E))
         factor = gl.exp2(peak - pivot)
-        total = total * factor + gl.exp2(sinks - pivot)
+        total = total * factor + gl.exp2(sinks * LOG2_E - pivot)
     lse = (pivot + gl.log2(total)) * LN_2
+    if sinks_ptr is not None:  # (0, sink) where no key was seen, to the last bit
+        lse = gl.where(peak == -float("inf"), sinks, lse)
     out = scaled_rows(acc, factor / gl.where(total == 0.0, 1.0, total), C)
     if (not C.splits) or num_parts == 1:
         write_out(out, lse, rows, num_rows, ended, staging, given.results, C, WG)
     elif block.first_row + WG * 64 < num_rows:
         parts = given.results.parts
         leave_part(out, lse, rows, num_rows, ended, parts, C)
-        if is_last(ended, parts, C, WG):
-            left = gl.minimum(num_rows - block.first_row, WG * 64 + 64)
-            for row in range(WG * 64, left, MERGE_ROWS):
-                merge_rows(row, left, ended, given.results, 0, C, C.dv_main)
-                if C.dv_rest:
-                    merge_rows(row, left, ended, given.results, C.dv_main, C, C.dv_rest)
+        if C.fused:  # noqa: SIM102 - one is known when compiling, the other is not
+            if is_last(ended, parts, C, WG):
+                left = gl.minimum(num_rows - block.first_row, WG * 64 + 64)
+                for row in range(WG * 64, left, MERGE_ROWS):
+                    merge_rows(row, left, ended, given.results, 0, C, C.dv_main)
+                    if C.dv_rest:
+                        merge_rows(row, left, ended, given.results, C.dv_main, C, C.dv_rest)
 
 
 @gluon.jit
@@ -68,18 +74,11 @@ def scaled_rows(acc, factor, C: gl.constexpr):
 
 
 @gluon.jit
-def rows_of_slot(part, rows, item, C: gl.constexpr):
-    """Where rows of a part wait (int64)."""
-    slot = item.first_slot + part
-    return (slot.to(gl.int64) * C.num_packs + item.kv_head) * 128 + rows
-
-
-@gluon.jit
 def leave_part(out, lse, rows, num_rows, ended, parts, C: gl.constexpr):
     """Write those rows of a part that belong to a token into its slot."""
     WIDTH: gl.constexpr = C.dv_main + C.dv_rest
     places = rows_of_slot(ended.part, rows - ended.block.first_row, ended, C)
-    inside = rows < num_rows
+    inside = is_row(rows, num_rows, C)
     gl.store(parts.lses + places, lse, inside)
     store_columns(out[0], parts.outs, places * WIDTH, inside)
     if C.dv_rest:
@@ -125,7 +124,7 @@ def merge_rows(row, left, ended, results, first, C: gl.constexpr, COLUMNS: gl.co
         state, rows, left, columns, every, ended, results.parts, rows_of_slot, WIDTH, MERGE_BATCH, C
     )
     outs, lses = results.out, results.lse
-    inside = rows < left
+    inside = is_row(rows, left, C)
     tokens, heads = place_rows(ended.block.first_row + rows, ended, C)
     if first == 0:
         gl.store(lses.ptr + tokens * lses.token + heads * lses.head, lse, inside)
@@ -133,24 +132,20 @@ def merge_rows(row, left, ended, results, first, C: gl.constexpr, COLUMNS: gl.co
 
 
 @gluon.jit
-def place_rows(rows, ended, C: gl.constexpr):
-    """Token and head of each row (int64)."""
-    tokens = (ended.block.q_start + rows // C.pack).to(gl.int64)
-    return tokens, (ended.kv_head * C.pack + rows % C.pack).to(gl.int64)
-
-
-@gluon.jit
 def write_out(out, lse, rows, num_rows, ended, staging, results, C: gl.constexpr, WG: gl.constexpr):
     """Write finished rows: by TMA where all 64 belong to the sequence, else one by one, since a
-    box would write into the next sequence."""
+    box would write into the next sequence, or into heads of the next pack."""
     outs, lses = results.out, results.lse
     first_row = ended.block.first_row
-    inside = rows < num_rows
+    inside = is_row(rows, num_rows, C)
     tokens, heads = place_rows(rows, ended, C)
     gl.store(lses.ptr + tokens * lses.token + heads * lses.head, lse, inside)
-    if first_row + WG * 64 + 64 <= num_rows:
+    whole = first_row + WG * 64 + 64 <= num_rows
+    if C.pack_heads != C.pack:
+        whole = whole & False
+    if whole:
         token = ended.block.q_start + (first_row + WG * 64) // C.pack
-        head = ended.kv_head * C.pack
+        head = ended.kv_head * C.pack_heads
         buffer, desc = staging.main.index(WG), staging.main_desc
         stage_columns(out[0], buffer, desc, token, head, 0, C, C.dv_main)
         if C.dv_rest:

@@ -10,22 +10,18 @@ from anabranch.kernels.gluon.boxes import key_boxes, row_boxes
 from anabranch.kernels.gluon.kernel import BoxPlaces, OrderedWork, attend_kernel
 from anabranch.kernels.gluon.versions import FULL_REGISTERS
 from anabranch.kernels.hopper_config import HopperConstants
-from anabranch.kernels.load.arguments import Rows
-from anabranch.kernels.parts.slots import Parts, StateRows
+from anabranch.kernels.parts.slots import StateRows
 from anabranch.keys import KeyView
 from anabranch.launches.recorder import launch
 from anabranch.rules import Rules
-from anabranch.state import AttentionState
 
 
 def attend(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
     view: KeyView,
     rules: Rules,
-    state: AttentionState,
-    order: torch.Tensor,
-    counter: torch.Tensor,
-    parts: Parts,
+    results: StateRows,
+    work: OrderedWork,
     constants: HopperConstants,
 ) -> None:
     """Write the state of `q` over the keys, taking items in the given order."""
@@ -39,8 +35,8 @@ def attend(
         key_boxes(k, c, c.dk_rest) if c.dk_rest else None,
         key_boxes(v, c, c.dv_main),
         key_boxes(v, c, c.dv_rest) if c.dv_rest else None,
-        row_boxes(state.out, c.pack, c.out_columns),
-        row_boxes(state.out, c.pack, c.dv_rest) if c.dv_rest else None,
+        row_boxes(results.out.ptr, c.pack, c.out_columns),
+        row_boxes(results.out.ptr, c.pack, c.dv_rest) if c.dv_rest else None,
         BoxPlaces(k.page // k.key, k.head, v.page // v.key, v.head, table),
         0 if table is None else table.stride(0),
         rules._replace(
@@ -50,10 +46,8 @@ def attend(
             tree_mask=None if tree is None else tree.contiguous().view(torch.uint8),
         ),
         0 if tree is None else tree.shape[1],
-        StateRows(
-            Rows(state.out, *state.out.stride()), Rows(state.lse, *state.lse.stride(), 0), parts
-        ),
-        OrderedWork(order, counter),
+        results,
+        work,
         c,
         num_warps=4,
         maxnreg=c.max_registers,

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_overlap, num_sms
 from anabranch.kernels.hopper_config import (
+    APART_KEYS,
     FEW_BLOCKS,
+    FEW_KEYS,
+    FEW_ROWS,
     HopperConstants,
     HopperTiles,
     hopper_constants,
-    pack_of,
+    merge_price,
+    select_packing,
     select_tiles,
 )
 from anabranch.kernels.parts.slots import PartsLayout, lay_out_parts
@@ -42,21 +48,56 @@ def fill_plan(call: AttendCall, layout: HopperLayout, room: torch.Tensor) -> Non
     order(plan.schedule, plan.counters, call, layout.slots, plan.program)
 
 
+def guess_tokens(call: AttendCall, options: PlanOptions) -> tuple[float, int]:
+    """Tokens of a long sequence, and how many have one: what the host can guess of a batch.
+
+    Over pages, tokens that do not divide evenly are taken for those of a prompt beside decodes.
+    """
+    num_tokens, num_heads, _ = call.queries.packed.shape
+    num_seqs = max(call.keys.num_seqs, 1)
+    if options.rows_per_seq is not None:
+        return options.rows_per_seq * call.keys.num_kv_heads / num_heads, 0
+    is_mixed = call.view.page_table is not None and num_tokens % num_seqs != 0
+    if is_mixed and num_tokens > num_seqs and not options.batch_invariant:
+        return num_tokens - num_seqs + 1, num_seqs - 1
+    return num_tokens / num_seqs, 0
+
+
+def keys_of_block(call: AttendCall, pack: int) -> float:
+    """How many keys the rows of a block see on average, as far as the host knows."""
+    keys, window = call.keys, call.rules.window
+    seen = min(keys.capacity, keys.total_capacity / max(keys.num_seqs, 1))
+    return seen if window is None else min(seen, window + BLOCK_M.value // pack)
+
+
 def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants:
     q, keys, rules, view = call.queries.packed, call.keys, call.rules, call.view
     num_tokens, num_heads, head_dim_k = q.shape
-    pack = pack_of(num_heads // keys.num_kv_heads)
-    blocks = max(num_tokens * pack // BLOCK_M.value, keys.num_seqs) * num_heads // pack
+    group = num_heads // keys.num_kv_heads
+    tokens_per_seq, num_decodes = guess_tokens(call, options)
+    packing = select_packing(group, tokens_per_seq, num_decodes)
+    num_packs = num_heads // packing.heads
+    blocks = max(num_tokens * packing.pack // BLOCK_M.value, keys.num_seqs) * num_packs
     # Tiles that depended on the number of sequences would not be batch-invariant.
-    few_blocks = blocks <= FEW_BLOCKS and not options.batch_invariant
-    tiles = options.config or select_tiles(head_dim_k, keys.head_dim_v, few_blocks=few_blocks)
+    few_rows = tokens_per_seq * packing.pack <= FEW_ROWS and not options.batch_invariant
+    few_blocks = blocks <= FEW_BLOCKS and few_rows
+    few_keys = keys_of_block(call, packing.pack) <= FEW_KEYS and not options.batch_invariant
+    tiles = options.config or select_tiles(
+        head_dim_k, keys.head_dim_v, few_blocks=few_blocks, few_keys=few_keys
+    )
     assert isinstance(tiles, HopperTiles)
     programs = num_sms(q.device)
-    splits = may_split(keys.num_seqs, num_tokens, num_heads // pack, pack, programs)
+    splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs)
+    if options.config is None and not options.batch_invariant:
+        head_dims = head_dim_k + keys.head_dim_v
+        price = merge_price(tiles, head_dims, tokens_per_seq * packing.pack)
+        tiles = replace(tiles, merge_price=price)
+    apart = few_blocks and keys.capacity >= APART_KEYS
+    fused = not apart if options.fused_merge is None else options.fused_merge
     return hopper_constants(
         tiles,
         causal=rules.in_order,
-        pack=pack,
+        packing=packing,
         num_heads=num_heads,
         num_kv_heads=keys.num_kv_heads,
         page_size=0 if view.page_table is None else view.page_size,
@@ -65,5 +106,6 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
         num_programs=programs,
         fixed_parts=options.batch_invariant,
         splits=splits or options.batch_invariant,  # one program, or bits would differ
+        fused=fused or not (splits or options.batch_invariant),
         overlap=has_overlap(q.device),
     )

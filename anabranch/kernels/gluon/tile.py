@@ -17,11 +17,11 @@ from anabranch.kernels.gluon.barriers import (
     carry_weights,
     exp2,
     hidden_zero,
+    tanh,
 )
 from anabranch.kernels.gluon.operands import FullTiles, Running
-from anabranch.kernels.softmax.logits import capped
 from anabranch.kernels.softmax.masks import visible
-from anabranch.kernels.softmax.online_softmax import LOG2_E, pivot_of
+from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, pivot_of
 
 
 @gluon.jit
@@ -87,12 +87,12 @@ def masked(scores, tile, sight, window, C: gl.constexpr):
 
 @gluon.jit
 def logits_of(scores, tile, full, sight, rules, C: gl.constexpr):
-    """Scores after softcap and mask; `base2_scale` turns them into logits in base 2.
+    """Scores after mask, and tanh of a softcap; `base2_scale` turns them into logits in base 2.
 
     All rows see all keys of the tiles [full.start, full.stop).
     """
     if rules.softcap is not None:
-        scores = capped(scores, rules.scale, rules.softcap)
+        scores = tanh(scores * (rules.scale * LN_2 / rules.softcap))
     if (tile < full.start) | (tile >= full.stop):
         scores = masked(scores, tile, sight, rules.window, C)
     return scores
@@ -102,7 +102,7 @@ def logits_of(scores, tile, full, sight, rules, C: gl.constexpr):
 def base2_scale(rules):
     """From what `logits_of` returns to logits in base 2."""
     if rules.softcap is not None:
-        return LOG2_E
+        return rules.softcap * LOG2_E
     else:
         return rules.scale
 
@@ -125,9 +125,11 @@ def attend_tile(
     bar_arrive(K_FREE + slot, BOTH_AND_PRODUCER)
     scores = logits_of(scores, tile, full, sight, rules, C)
     scale = base2_scale(rules)
-    peak = gl.maximum(state.peak, gl.max(scores, 1))
-    pivot = pivot_of(peak * scale)
-    alpha = exp2(state.peak * scale - pivot)
+    # Peaks are carried in base 2: the product of one would be fused into the difference below, and
+    # alpha would not be 1 where the peak stays, an error that grows with the number of tiles.
+    peak = gl.maximum(state.peak, gl.max(scores, 1) * scale)
+    pivot = pivot_of(peak)
+    alpha = exp2(state.peak - pivot)
     weights = exp2(scores * scale - pivot[:, None])
     kept = gl.convert_layout(alpha, gl.SliceLayout(1, state.total.type.layout), assert_trivial=True)
     total = state.total * kept[:, None] + thread_sums(weights, C)
@@ -157,6 +159,6 @@ def first_weights(q, q_main, k, done, tile, sight, rules, C: gl.constexpr, WG: g
     bar_arrive(K_FREE + slot, BOTH_AND_PRODUCER)
     scores = logits_of(scores, tile, FullTiles(0, 0), sight, rules, C)
     scale = base2_scale(rules)
-    peak = gl.max(scores, 1)
-    weights = exp2(scores * scale - pivot_of(peak * scale)[:, None])
+    peak = gl.max(scores, 1) * scale
+    weights = exp2(scores * scale - pivot_of(peak)[:, None])
     return weights, peak

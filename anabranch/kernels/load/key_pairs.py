@@ -121,7 +121,7 @@ def load_key_pairs(
     even, odd = load_pair_words(columns, at, False, SIDE, C)
     FORMAT: tl.constexpr = SIDE.format
     tile = join_rows(halves_of_words(even, FORMAT, C), halves_of_words(odd, FORMAT, C))
-    return permute_dims(tile, True), at.keys
+    return permute_dims(tile, C.source.quads), at.keys
 
 
 @triton.jit

@@ -40,15 +40,15 @@ def unit_of(size):
 
 
 @triton.jit
-def permute_dims(x, NARROW: tl.constexpr):
+def permute_dims(x, QUADS: tl.constexpr):
     """Dims in the order in which a thread's 16 bytes of codes are its operands of four products.
 
-    The matrix unit gives a thread dims 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, for t in 0 to 3; and
-    NARROW, for fewer than 16 rows, 4t to 4t + 3.
+    The matrix unit gives a thread dims 2t, 2t + 1, 2t + 8 and 2t + 9 of 16, for t in 0 to 3; with
+    QUADS, 4t to 4t + 3.
     """
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    if NARROW:
+    if QUADS:
         x = tl.permute(tl.reshape(x, [ROWS, WIDTH // 64, 4, 4, 4]), [0, 1, 3, 2, 4])
     else:
         x = tl.permute(tl.reshape(x, [ROWS, WIDTH // 64, 4, 4, 2, 2]), [0, 1, 3, 4, 2, 5])

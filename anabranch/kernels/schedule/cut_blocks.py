@@ -44,11 +44,11 @@ class CutBlocks(NamedTuple):
 
 
 @triton.jit
-def clear(counters_ptr, num_counters, LANES: tl.constexpr = 1024):
-    """No part has arrived."""
+def clear(counters_ptr, num_counters, value=0, LANES: tl.constexpr = 1024):
+    """Write one value everywhere: 0 where no part has arrived."""
     for start in range(0, num_counters, LANES):
         places = start + tl.arange(0, LANES)
-        tl.store(counters_ptr + places, 0, places < num_counters)
+        tl.store(counters_ptr + places, value, places < num_counters)
 
 
 @triton.jit

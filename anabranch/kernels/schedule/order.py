@@ -24,16 +24,14 @@ from anabranch.kernels.schedule.cut_blocks import (
     query_range,
     store_blocks,
 )
-from anabranch.kernels.schedule.items import HEADER, ITEM
+from anabranch.kernels.schedule.items import HEADER, ITEM, section_of
 from anabranch.launches.recorder import launch
 
-BLOCK_M: tl.constexpr = tl.constexpr(128)  # rows of a block: two consumers of 64
+BLOCK_M: tl.constexpr = tl.constexpr(hopper_config.BLOCK_ROWS)
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
-MERGE_PRICE: tl.constexpr = tl.constexpr(4)  # cutting costs as much as this many tiles
 FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
 # its block would have more than `most_fixed_parts`
-CACHE_BYTES: tl.constexpr = tl.constexpr(hopper_config.CACHE_BYTES)
 WHOLE_ROWS: tl.constexpr = tl.constexpr(512)  # there, sequences of so many rows are not cut
 
 
@@ -60,11 +58,18 @@ def num_slots(num_seqs: int, num_tokens: int, capacity: int, constants: HopperCo
     return short * min(parts, constants.most_fixed_parts)
 
 
+def most_cut(slots: int) -> int:
+    """Blocks that can be cut: each has two parts at least."""
+    return max(slots // 2, 1)
+
+
 def order_size(num_seqs: int, num_tokens: int, slots: int, constants: HopperConstants) -> int:
-    """Integers in the buffer: header, items, blocks, first block of each sequence, counts."""
+    """Integers in the buffer: header, items, blocks, sequences, counts, cut blocks."""
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
     items = blocks + slots
-    return HEADER.value + (items + blocks) * ITEM.value + num_seqs + 1 + LEVELS.value
+    return (
+        HEADER.value + (items + blocks) * ITEM.value + num_seqs + 1 + LEVELS.value + most_cut(slots)
+    )
 
 
 def order(
@@ -125,7 +130,7 @@ def choose_limit(blocks_ptr, num_blocks, most, total, slots, C: tl.constexpr):
         num_cut += tl.sum(tl.where(parts > 1, parts, 0), 0)
     rounds = tl.cdiv(num_items * C.num_packs, C.num_programs)
     time = tl.maximum(limits, rounds * total // tl.maximum(num_items, 1))
-    time += tl.where(cuts > 1, MERGE_PRICE, 0)
+    time += tl.where(cuts > 1, C.merge_price, 0)
     time = tl.where((num_cut <= slots) | (cuts == 1), time, 2147483647)
     return tl.cdiv(most, tl.argmin(time, 0) + 1)
 
@@ -138,7 +143,7 @@ def level_of(num_tiles, most):
 
 @triton.jit(do_not_specialize=[*SIZES, "slots"])
 def order_kernel(
-    order_ptr,  # header, items, blocks, sequences, counts
+    order_ptr,  # header, items, blocks, first block of each sequence, counts, cut blocks
     counters_ptr,  # [num_counters]
     cu_seqlens_q_ptr,  # these are Lengths
     seq_lens_ptr,
@@ -167,8 +172,11 @@ def order_kernel(
     blocks_ptr = items_ptr + (max_blocks + slots) * ITEM
     seqs_ptr = blocks_ptr + max_blocks * ITEM
     counts_ptr = seqs_ptr + num_seqs + 1
+    cut_ptr = counts_ptr + LEVELS
     lanes = tl.arange(0, CHUNK)
     clear(counters_ptr, num_counters)
+    if not C.fused:
+        clear(cut_ptr, tl.maximum(slots // 2, 1), -1)
 
     num_blocks = 0  # before each sequence
     num_keys = 0.0  # that several blocks read
@@ -205,7 +213,7 @@ def order_kernel(
         limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, C)
     longest = tl.minimum(limit, most)
     num_items = count_levels(blocks_ptr, counts_ptr, num_blocks, limit, longest, C, CHUNK)
-    write_items(items_ptr, blocks_ptr, counts_ptr, num_blocks, limit, longest, C, CHUNK)
+    write_items(items_ptr, blocks_ptr, counts_ptr, cut_ptr, num_blocks, limit, longest, C, CHUNK)
     tl.store(order_ptr, num_items)
     tl.store(order_ptr + 1, section_of(num_keys, C))
     orphans, _ = query_range(num_seqs, lengths)
@@ -243,6 +251,7 @@ def write_items(
     items_ptr,
     blocks_ptr,
     counts_ptr,
+    cut_ptr,
     num_blocks,
     limit,
     longest,
@@ -251,6 +260,7 @@ def write_items(
 ):
     """Write the parts of all blocks, the longest first."""
     first_slot = 0
+    num_cut = 0  # blocks
     for start in range(0, num_blocks, CHUNK):
         blocks = start + tl.arange(0, CHUNK)
         inside = blocks < num_blocks
@@ -264,6 +274,10 @@ def write_items(
         slot = first_slot + tl.cumsum(taken) - taken
         first_slot += tl.sum(taken)
         place = tl.atomic_add(counts_ptr + level_of(size, longest), parts, inside)
+        if not C.fused:
+            cut = tl.where(taken > 0, 1, 0)
+            tl.store(cut_ptr + num_cut + tl.cumsum(cut) - cut, place, taken > 0)
+            num_cut += tl.sum(cut)
         most_parts = tl.max(tl.where(inside, parts, 0))
         for part in range(0, most_parts):
             kept = inside & (part < parts)
@@ -275,19 +289,3 @@ def write_items(
             tl.store(item + 7, part, kept)
             tl.store(item + 8, parts, kept)
             tl.store(item + 9, slot, kept)
-
-
-@triton.jit
-def section_of(num_keys, C: tl.constexpr):
-    """Packs attended to side by side: as many as the L2 cache holds keys and values of.
-
-    192/128 on an H200, us: 16 heads, 1 x 2048 (all fit): 54 at once, 66 in sections. 1 x 8192: 561
-    at once, 572 in two; 128 heads, 1 x 4096: 1145, and 1177 in sections twice as large.
-    """
-    section = tl.full([], C.num_packs, tl.int32)
-    bytes_a_kv_head = num_keys * C.bytes_a_key
-    for _ in tl.static_range(8):
-        kv_heads = tl.cdiv(section, C.packs_per_kv)
-        halves = (section % 2 == 0) & (kv_heads * bytes_a_kv_head > CACHE_BYTES)
-        section = tl.where(halves, section // 2, section)
-    return section

@@ -64,7 +64,7 @@ def attend_tiles(
     if K.words:
         units, inverse = unit_of(tl.max(tl.abs(q).to(tl.float32), 1))
         q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
-        q = permute_dims(q, C.source.pairs)
+        q = permute_dims(q, C.source.quads)
     base_scale = given.rules.scale
     if K.words and K.format.scaling == "tensor":
         base_scale *= tl.load(view.k.scales.ptr)

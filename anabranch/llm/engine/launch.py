@@ -10,6 +10,7 @@ import torch
 
 from anabranch.llm.engine.build import Built
 from anabranch.llm.engine.step_masks import step_masks
+from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.runner.model_runner import StepLogits
 from anabranch.llm.runner.stage_clock import StageClock
 from anabranch.llm.runner.step_layout import run_slots
@@ -98,6 +99,7 @@ class Launcher:
         self._proposer = proposer
         self._eos_ids = tuple(eos_ids)
         self._owners: dict[int, Sequence] = {}
+        self._mask_threads = MaskThreads()
 
     @torch.inference_mode()
     def launch(
@@ -178,7 +180,9 @@ class Launcher:
             padded=logits.every is not None,
             parents=_tree_parents(runs),
         )
-        masks, failed = step_masks(runs, batch, self._sampler.vocab_size, sampling.drafted)
+        masks, failed = step_masks(
+            runs, batch, self._sampler.vocab_size, sampling.drafted, self._mask_threads
+        )
         output = self._sampler.sample(rows, replace(batch, masks=masks))
         self._built.unseen[table_rows, 0] = output.last_tokens
         samples = output.to_host(self._built.saturated)

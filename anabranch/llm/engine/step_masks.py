@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.grammar.token_rules import num_words
 from anabranch.llm.sampling.batch import SampleBatch, TokenMasks
 from anabranch.llm.sampling.transfer import Array, Download
@@ -21,7 +22,11 @@ class StepMasks(NamedTuple):
 
 
 def step_masks(
-    runs: Seq[Scheduled], batch: SampleBatch, vocab_size: int, drafted: Download | None
+    runs: Seq[Scheduled],
+    batch: SampleBatch,
+    vocab_size: int,
+    drafted: Download | None,
+    threads: MaskThreads,
 ) -> StepMasks:
     """Masks of the runs of a batch, once the host knows all tokens before their drafts.
 
@@ -34,18 +39,21 @@ def step_masks(
     rows = [starts[place] + row for place in places for row in range(1 + batch.num_drafts[place])]
     words = np.full((len(rows), num_words(vocab_size)), -1, np.int32)
     made = drafted.wait()["drafts"] if drafted is not None else None
-    failed, begin = dict[str, Exception](), 0
-    for place in places:
-        run = runs[place]
-        end = begin + 1 + run.num_drafts
-        drafts = run.seq.drafts if made is None else made[place].tolist()
+    ends = np.cumsum([1 + runs[place].num_drafts for place in places]).tolist()
+    errors = dict[str, Exception]()
+
+    def fill(index: int) -> None:
+        run, end = runs[places[index]], ends[index]
+        drafts = run.seq.drafts if made is None else made[places[index]].tolist()
+        masks = words[end - 1 - run.num_drafts : end]
         try:
             assert run.seq.rules is not None
-            run.seq.rules.fill(words[begin:end], drafts[: run.num_drafts], run.draft_parents)
+            run.seq.rules.fill(masks, drafts[: run.num_drafts], run.draft_parents)
         except Exception as error:  # of this request alone
-            failed[run.seq.request_id] = error
-        begin = end
-    return StepMasks(TokenMasks(np.array(rows, np.int64), words), failed)
+            errors[run.seq.request_id] = error
+
+    threads.run(fill, range(len(places)))
+    return StepMasks(TokenMasks(np.array(rows, np.int64), words), errors)
 
 
 def _starts(batch: SampleBatch) -> Array:

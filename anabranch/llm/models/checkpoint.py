@@ -17,7 +17,8 @@ from transformers.utils import logging
 
 from anabranch.llm.models.empty import num_weight_bytes
 from anabranch.llm.models.memory import check_fits
-from anabranch.llm.models.model_config import default_dtype, read_config
+from anabranch.llm.models.model_config import default_dtype, read_config, scheme_of
+from anabranch.llm.models.quantised_model import load_quantised
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -39,6 +40,16 @@ def load_weights(
     config = read_config(config_file(directory))
     _check_safetensors(directory)
     dtype = dtype or default_dtype(config, device)
+    if (scheme := scheme_of(config)) is not None:
+        return load_quantised(
+            directory,
+            config,
+            scheme,
+            device=device,
+            dtype=dtype,
+            attn_implementation=attn_implementation,
+            cut=cut,
+        )
     if torch.device(device).type == "cuda" and cut is None:
         check_fits(num_weight_bytes(config, dtype), device)
     options: Any = {

@@ -11,7 +11,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from anabranch.llm.models.empty import empty_model
 from anabranch.llm.models.memory import check_fits
-from anabranch.llm.models.model_config import read_config
+from anabranch.llm.models.model_config import read_config, scheme_of
+from anabranch.llm.models.quantised_model import plain_config, quantise_randomly
 
 CONFIGS = Path(__file__).parent / "configs"
 
@@ -40,14 +41,17 @@ def dummy_model(
     """A model with random weights as transformers initialises them, the same for a seed.
 
     Memory is allocated on the device once; transformers' initialisation then writes every weight
-    there, and the buffers that no checkpoint holds, such as rotary frequencies.
+    there, and the buffers that no checkpoint holds, such as rotary frequencies. Where the
+    configuration has a format of quantised weights, GPUs get random codes of it.
     """
-    device = torch.device(device)
-    model = empty_model(config, dtype, attn_implementation)
+    device, scheme = torch.device(device), scheme_of(config)
+    model = empty_model(plain_config(config), dtype, attn_implementation)
     check_fits(sum(weight.nbytes for weight in model.parameters()), device)
     model.to_empty(device=device)
     model.tie_weights()
     with torch.random.fork_rng([device] if device.type == "cuda" else []):
         torch.manual_seed(seed)
         model.initialize_weights()
+        if scheme is not None and device.type == "cuda":
+            quantise_randomly(model, scheme)
     return model

@@ -9,6 +9,7 @@ from torch import nn
 
 from anabranch.llm.models.join import JoinedLinears, JoinedPart
 from anabranch.llm.models.packed_linear import PackedLinear
+from anabranch.llm.models.quantised_linear import QuantisedLinear
 from anabranch.llm.models.row_linear import gated_linear
 
 TOLERANCE = 0.05  # of the largest output; the products of two 16-bit roundings stay far below
@@ -25,7 +26,7 @@ class GatedMLP(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """What the separate projections would give."""
         joined = self.joined.linear
-        if isinstance(joined, PackedLinear):
+        if isinstance(joined, PackedLinear | QuantisedLinear):
             return self.down_proj(joined.gated(x))
         return self.down_proj(gated_linear(x, joined.weight))
 
@@ -60,7 +61,9 @@ def _gated(block: nn.Module) -> GatedMLP | None:
 def _agree(block: nn.Module, gated: GatedMLP) -> bool:
     joined = gated.joined.linear
     x = torch.randn(1, 2, joined.in_features, dtype=torch.float32)
-    if not isinstance(joined, PackedLinear):
+    if isinstance(joined, QuantisedLinear):
+        x = x.to(joined.quantised.scales.device, joined.quantised.dtype)
+    elif not isinstance(joined, PackedLinear):
         x = x.to(joined.weight)
     try:
         expected, actual = cast("torch.Tensor", block(x)), gated(x)

@@ -14,6 +14,8 @@ from torch import nn
 
 from anabranch.llm.models.packed_linear import PackedLinear, set_packed
 from anabranch.llm.models.packed_weight import join_weights
+from anabranch.llm.models.quantised_linear import QuantisedLinear, set_quantised
+from anabranch.llm.models.quantised_weight import join_quantised
 
 SIBLINGS = (
     ("q_proj", "k_proj", "v_proj"),
@@ -51,6 +53,9 @@ def _concatenate(linears: list[nn.Linear]) -> nn.Linear:
     if isinstance(linears[0], PackedLinear):
         packed = [cast("PackedLinear", linear).packed for linear in linears]
         set_packed(joined, join_weights(packed))
+    elif isinstance(linears[0], QuantisedLinear):
+        held = [cast("QuantisedLinear", linear).quantised for linear in linears]
+        set_quantised(joined, join_quantised(held))
     else:
         weight = torch.cat([linear.weight.detach() for linear in linears])
         joined.weight = nn.Parameter(weight, requires_grad=False)
@@ -92,12 +97,15 @@ def join_projections(model: nn.Module) -> int:
 
 
 def _joinable(linears: Sequence[object]) -> bool:
-    if not all(type(linear) in (nn.Linear, PackedLinear) for linear in linears):
+    if not all(type(linear) in (nn.Linear, PackedLinear, QuantisedLinear) for linear in linears):
         return False
     return len({_kind(linear) for linear in cast("list[nn.Linear]", linears)}) == 1
 
 
 def _kind(linear: nn.Linear) -> tuple[object, ...]:
     """What linear maps have in common that are joined."""
-    held = None if isinstance(linear, PackedLinear) else linear.weight.dtype
+    if isinstance(linear, QuantisedLinear):
+        held = linear.quantised.joins
+    else:
+        held = None if isinstance(linear, PackedLinear) else linear.weight.dtype
     return linear.in_features, held, linear.bias is None  # pyright: ignore[reportUnnecessaryComparison]

@@ -18,6 +18,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from anabranch.llm.models.weight_scheme import WeightScheme, read_scheme
+
 
 def read_config(path: Path) -> PreTrainedConfig:
     """The configuration in a config.json, of a decoder-only model that transformers has itself."""
@@ -34,7 +36,9 @@ def read_config(path: Path) -> PreTrainedConfig:
             f"{path}: model_type {model_type!r} is not in transformers "
             f"{transformers.__version__}{code}"
         )
-    _check_plain(cast("dict[str, Any]", content), path)
+    quantised = cast("dict[str, Any]", content).get("quantization_config")
+    if quantised is not None:
+        read_scheme(quantised, path)  # refuses what cannot be loaded
     load: Any = AutoConfig.from_pretrained
     try:
         config = load(path, trust_remote_code=False, local_files_only=True)
@@ -52,16 +56,10 @@ def default_dtype(config: PreTrainedConfig, device: torch.device | str) -> torch
     return dtype if dtype in (torch.float16, torch.bfloat16) else torch.bfloat16
 
 
-def _check_plain(content: dict[str, Any], path: Path) -> None:
-    """Refuse quantised weights, by what the configuration says of them."""
-    found: Any = content.get("quantization_config")
-    if found is None:
-        return
-    method = cast("dict[str, Any]", found).get("quant_method") if isinstance(found, dict) else found
-    raise ValueError(
-        f"{path}: the weights are quantised in the format {method!r}; supported are safetensors of "
-        "float32, float16 or bfloat16, and quantised weights in GGUF files"
-    )
+def scheme_of(config: PreTrainedConfig) -> WeightScheme | None:
+    """How the weights of a configuration are quantised, if they are."""
+    content: Any = getattr(config, "quantization_config", None)
+    return None if content is None else read_scheme(content, config.name_or_path or "the model")
 
 
 def _check_decoder_only(config: PreTrainedConfig, path: Path) -> None:

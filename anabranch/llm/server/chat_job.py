@@ -12,9 +12,15 @@ from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.server.answer_pieces import PieceParser
 from anabranch.llm.server.chat_models import ChatRequest, Message
 from anabranch.llm.server.errors import ApiError, blaming_the_request
+from anabranch.llm.server.offer_grammar import Thinking, offer_grammar
 from anabranch.llm.server.reasoning import BEGIN, END
 from anabranch.llm.server.service import Service
-from anabranch.llm.server.tool_grammar import call_grammar, channel_prelude, reasoning_prelude
+from anabranch.llm.server.tool_grammar import (
+    LarkTexts,
+    call_grammar,
+    channel_prelude,
+    reasoning_prelude,
+)
 from anabranch.llm.server.tool_models import FunctionTool, NamedChoice, Tool
 
 _TAIL = 8  # tokens of a prompt in which reasoning may be opened
@@ -111,27 +117,47 @@ class ChatJob:
 
     def _constrain(self) -> None:
         """Put the grammar of calls, or reasoning before a form, into the parameters."""
-        functions = _required(self._body, self.tools)
-        form = self.params.structured_outputs
-        if not functions and (form is None or not self._forms.always_parsed):
+        required, form = _required(self._body, self.tools), self.params.structured_outputs
+        offered = [] if required or form else _strictly_offered(self.tools)
+        if not (required or offered or (form is not None and self._forms.always_parsed)):
             return
         texts = self._forms.texts
         assert texts is not None
-        tail = self._service.texts.decode(self.prompt[-_TAIL:])
-        prelude = None
-        if self._forms.thinks and END not in tail:
-            prelude = reasoning_prelude(texts, opened=self._opened)
         with blaming_the_request():
-            if functions:
-                parallel = self._body.parallel_tool_calls is not False
-                grammar = call_grammar(
-                    self._forms.tools, functions, texts, parallel=parallel, prelude=prelude
-                )
-                form = StructuredOutputs(grammar=grammar)
+            if required:
+                form = StructuredOutputs(grammar=self._required_calls(required, texts))
+            elif offered:
+                form = StructuredOutputs(grammar=self._offered_calls(offered, texts))
             elif form is not None:
+                prelude = self._prelude(texts)
                 prelude = channel_prelude(texts) if self._forms.channels else prelude
                 form = replace(form, prelude=prelude)
             self.params = replace(self.params, structured_outputs=form)
+
+    @property
+    def _parallel(self) -> bool:
+        return self._body.parallel_tool_calls is not False
+
+    @property
+    def _will_think(self) -> bool:
+        """Whether reasoning may come before the answer: a prompt may end it already."""
+        tail = self._service.texts.decode(self.prompt[-_TAIL:])
+        return self._forms.thinks and END not in tail
+
+    def _prelude(self, texts: LarkTexts) -> str | None:
+        return reasoning_prelude(texts, opened=self._opened) if self._will_think else None
+
+    def _required_calls(self, functions: list[FunctionTool], texts: LarkTexts) -> str:
+        prelude = self._prelude(texts)
+        return call_grammar(
+            self._forms.tools, functions, texts, parallel=self._parallel, prelude=prelude
+        )
+
+    def _offered_calls(self, functions: list[FunctionTool], texts: LarkTexts) -> str:
+        thinking = Thinking(self._opened) if self._will_think else None
+        return offer_grammar(
+            self._forms.tools, functions, texts, parallel=self._parallel, thinking=thinking
+        )
 
 
 def _offered(body: ChatRequest) -> list[Tool]:
@@ -159,6 +185,12 @@ def _required(body: ChatRequest, tools: list[Tool]) -> list[FunctionTool]:
     if isinstance(choice, NamedChoice):
         return [each for each in functions if each.name == choice.function.name]
     return functions if choice == "required" else []
+
+
+def _strictly_offered(tools: list[Tool]) -> list[FunctionTool]:
+    """All functions, where the model decides and the calls of one must match their schema."""
+    functions = [tool.function for tool in tools]
+    return functions if any(each.strict for each in functions) else []
 
 
 def _refuse_variables(body: ChatRequest, service: Service) -> None:

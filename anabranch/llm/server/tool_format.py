@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 _DEEPSEEK = "<｜tool▁{}｜>"
@@ -30,6 +30,18 @@ class ToolFormat:
     listed: bool = False  # calls are the items of a JSON array
     before: str = "{name}"  # what stands between `opens` and the arguments, where `head` is given
     after: str = ""  # what stands between the arguments and `closes`
+    around: tuple[str, str] | None = None  # what stands before and after all calls of an answer
+    between: str = ""  # two calls
+
+    @property
+    def first_mark(self) -> str:
+        """What the calls of an answer begin with."""
+        return self.around[0] if self.around else self.opens[0]
+
+    @property
+    def all_marks(self) -> str:
+        """Every text around calls, one after the other."""
+        return "".join((*self.opens, self.before, self.after, self.closes, *(self.around or ())))
 
     @property
     def has_header(self) -> bool:
@@ -37,9 +49,15 @@ class ToolFormat:
         return self.head is not NAMED_HEAD
 
 
-HERMES = ToolFormat("hermes", ("<tool_call>",), closes="</tool_call>")
-LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",), arguments="parameters", bare=True)
-MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), listed=True)
+HERMES = ToolFormat("hermes", ("<tool_call>",), closes="</tool_call>", between="\n")
+LLAMA3 = ToolFormat("llama3", ("<|python_tag|>",), arguments="parameters", bare=True, between="; ")
+MISTRAL = ToolFormat("mistral", ("[TOOL_CALLS]",), listed=True, between=", ")
+MISTRAL_V11 = ToolFormat(
+    "mistral-v11",
+    ("[TOOL_CALLS]",),
+    head=re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\][\w-]*)?\[ARGS\]\s*"),
+    before="{name}[ARGS]",
+)
 DEEPSEEK = ToolFormat(
     "deepseek",
     (_DEEPSEEK.format("call▁begin"),),
@@ -50,6 +68,10 @@ DEEPSEEK = ToolFormat(
     closes=_DEEPSEEK.format("call▁end"),
     before="function" + _DEEPSEEK.format("sep") + "{name}\n```json\n",
     after="\n```",
+    around=(_DEEPSEEK.format("calls▁begin"), _DEEPSEEK.format("calls▁end")),
+)
+DEEPSEEK_V31 = replace(
+    DEEPSEEK, name="deepseek-v3.1", before="{name}" + _DEEPSEEK.format("sep"), after=""
 )
 GPT_OSS = ToolFormat(
     "gpt-oss",
@@ -58,7 +80,10 @@ GPT_OSS = ToolFormat(
     closes="<|call|>",
     before="{name} <|constrain|>json<|message|>",
 )
-FORMATS = {each.name: each for each in (HERMES, LLAMA3, MISTRAL, DEEPSEEK, GPT_OSS)}
+FORMATS = {
+    each.name: each
+    for each in (HERMES, LLAMA3, MISTRAL, MISTRAL_V11, DEEPSEEK, DEEPSEEK_V31, GPT_OSS)
+}
 
 
 def detect_tool_format(tokenizer: Any | None) -> ToolFormat:
@@ -71,7 +96,7 @@ def detect_tool_format(tokenizer: Any | None) -> ToolFormat:
     if "<tool_call>" in text or "<tool_call>" in known:
         return HERMES
     if "[TOOL_CALLS]" in text or "[TOOL_CALLS]" in known:
-        return MISTRAL
+        return MISTRAL_V11 if "[ARGS]" in known else MISTRAL
     if _DEEPSEEK.format("call▁begin") in known:
-        return DEEPSEEK
+        return DEEPSEEK if "```json" in text or not text else DEEPSEEK_V31
     return LLAMA3 if "<|python_tag|>" in known else HERMES

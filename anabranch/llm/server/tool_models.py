@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
@@ -23,13 +23,17 @@ class FunctionTool(StrictModel):
         None, "JSON schema of its arguments.", {"type": "object", "properties": {}}
     )
     strict: bool | None = described(
-        None, "Accepted: calls that are required always match their schema.", True
+        None, "Calls match the schema. Those that are required always do.", True
     )
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
         """An object of anything where none is given."""
         return self.parameters or {"type": "object"}
+
+    def without_schema(self) -> FunctionTool:
+        """The same function with any arguments."""
+        return self.model_copy(update={"parameters": None})
 
 
 class Tool(StrictModel):
@@ -70,6 +74,19 @@ class CalledFunction(StrictModel):
     arguments: Text = described(..., "Its arguments, as JSON.", '{"city": "Basel"}')
 
 
+class TemplateArguments(dict[str, Any]):
+    """Arguments for templates that write them as JSON, and for those that join them to texts."""
+
+    def __str__(self) -> str:
+        return json.dumps(self, ensure_ascii=False)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
 class PastCall(StrictModel):
     """A call that the model made earlier."""
 
@@ -84,6 +101,8 @@ class PastCall(StrictModel):
             arguments = json.loads(self.function.arguments or "{}")
         except ValueError:
             arguments = self.function.arguments
+        if isinstance(arguments, dict):
+            arguments = TemplateArguments(cast("dict[str, Any]", arguments))
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
 

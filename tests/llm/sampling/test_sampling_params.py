@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from anabranch.llm.sampling.parameter_rows import Work
 from anabranch.llm.sampling.params import SamplingParams
 
 REFUSED: dict[str, list[Any]] = {
@@ -112,3 +113,8 @@ def test_the_least_number_of_tokens_may_be_the_most() -> None:
     assert (params.min_tokens, params.max_tokens) == (4, 4)
     with pytest.raises(ValueError, match="min_tokens 5 exceeds max_tokens 4"):
         SamplingParams(min_tokens=5, max_tokens=4)
+
+
+def test_kinds_of_work_are_bits_of_their_own() -> None:
+    """A kind that held the bit of another would ask for both."""
+    assert [int(kind) for kind in Work.__members__.values()] == [1 << bit for bit in range(10)]

@@ -231,6 +231,37 @@ def test_a_client_that_reads_nothing_is_left(engine: EngineProcess) -> None:
         until(lambda: is_alone(server))
 
 
+def test_readers_who_wait_hold_up_nobody(engine: EngineProcess) -> None:
+    """Sixteen read nothing of long answers: these are computed all the same, and so are others'."""
+    fields = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+    body = json.dumps(fields | {"stream": True, "logprobs": 20}).encode()
+    request = HEADERS + b"Connection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with running_server(engine) as server, contextlib.ExitStack() as readers:
+        slow = [readers.enter_context(socket.socket()) for _ in range(16)]
+        for connection in slow:
+            connection.settimeout(20)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(server.http.servers[0].sockets[0].getsockname())
+        until(lambda: len(server.http.server_state.connections) == 16)
+        for guarded in server.http.server_state.connections:
+            ours = guarded.transport.get_extra_info("socket")
+            ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        for connection in slow:
+            connection.sendall(request)
+        until(lambda: server.service.admission.num_open == 16)
+        beside = httpx.post(f"{server.v1}/completions", json=fields, timeout=60).json()
+        until(lambda: engine.snapshot and not engine.snapshot.num_running)
+        assert server.service.admission.num_open == 16  # computed, and nobody has read them
+        received = [read_all(connection) for connection in slow]
+        until(lambda: not server.service.admission.num_open)
+    for each in received:
+        lines = [line for line in each.decode().splitlines() if line.startswith("data: {")]
+        events = [json.loads(line.removeprefix("data: ")) for line in lines]
+        text = "".join(event["choices"][0]["text"] for event in events)
+        assert text == beside["choices"][0]["text"]
+        assert b"data: [DONE]" in each
+
+
 class Records(logging.Handler):
     """What a server logs."""
 

@@ -1,0 +1,91 @@
+"""A quantised weight as a plain one, for products of so many rows that this costs little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from anabranch.kernels.layers.quantised_config import CodeConstants
+from anabranch.kernels.layers.quantised_product import CodeArguments, load_group
+from anabranch.kernels.layers.widen_codes import widen_e4m3, widen_int4, widen_int8
+from anabranch.launches.recorder import launch
+
+BLOCK_N, NUM_WARPS = 64, 4
+
+
+def expand_codes(weight: CodeArguments, w: torch.Tensor, constants: CodeConstants) -> None:
+    """Write the numbers of a weight into `w` [n, k], contiguous."""
+    n, k = w.shape
+    launch(
+        expand_codes_kernel,
+        (triton.cdiv(n, BLOCK_N), triton.cdiv(k, constants.run)),
+        weight,
+        w,
+        (weight.words.stride(0), weight.scales.stride(0)),
+        n,
+        K=k,
+        C=constants,
+        BLOCK_N=BLOCK_N,
+        num_warps=NUM_WARPS,
+    )
+
+
+def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Launches on meta tensors, one a format."""
+    new, packed = partial(torch.empty, device="meta"), shared_bytes > 64 * 1024
+
+    def launch_case(constants: CodeConstants, dtype: torch.dtype) -> None:
+        scales = new(4096 // constants.group_k, 4096 // constants.group_n)
+        words = new(4096, 4096 // constants.parts, dtype=torch.int16)
+        zeros = scales if constants.kind == "int4" else None
+        expand_codes(CodeArguments(words, scales, zeros), new(4096, 4096, dtype=dtype), constants)
+
+    yield "fp8", partial(launch_case, CodeConstants("fp8", 128, 128, packed), torch.bfloat16)
+    yield "int8", partial(launch_case, CodeConstants("int8", 1, 4096, packed), torch.bfloat16)
+    yield "int4", partial(launch_case, CodeConstants("int4", 1, 128, packed), torch.float16)
+
+
+@triton.jit
+def store_part(w, scales, w_ptr, rows, first, n, K: tl.constexpr, C: tl.constexpr):
+    """Write scaled numbers of a part of a run, the columns from `first` on."""
+    columns = first + tl.arange(0, C.words)
+    ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    mask = (rows < n)[:, None] & (columns < K)[None, :]
+    tl.store(ptrs, (w.to(tl.float32) * scales[:, None]).to(w.dtype), mask)
+
+
+@triton.jit
+def expand_codes_kernel(
+    weight,  # CodeArguments
+    w_ptr,  # [n, K]
+    strides,  # of rows of words and scales
+    n,
+    K: tl.constexpr,
+    C: tl.constexpr,  # CodeConstants
+    BLOCK_N: tl.constexpr,
+):
+    words_stride, scales_stride = strides
+    DTYPE: tl.constexpr = w_ptr.dtype.element_ty
+    rows, run = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.program_id(1)
+    own = tl.minimum(rows, n - 1)
+    columns = run * C.words + tl.arange(0, C.words)
+    words = tl.load(weight.words + own.to(tl.int64)[:, None] * words_stride + columns[None, :])
+    scales = load_group(weight.scales + own // C.group_n, run, scales_stride, C)
+    offset = tl.full([BLOCK_N], C.zero, tl.float32)
+    if weight.zeros is not None:
+        offset = load_group(weight.zeros + own // C.group_n, run, scales_stride, C)
+    first = run * C.run
+    if C.kind == "int4":
+        w, second, third, fourth = widen_int4(words, offset[:, None], DTYPE, C.packed)
+        store_part(third, scales, w_ptr, rows, first + 2 * C.words, n, K, C)
+        store_part(fourth, scales, w_ptr, rows, first + 3 * C.words, n, K, C)
+    elif C.kind == "fp8":
+        w, second = widen_e4m3(words, DTYPE, C.packed)
+    else:
+        w, second = widen_int8(words, offset[:, None], DTYPE)
+    store_part(w, scales, w_ptr, rows, first, n, K, C)
+    store_part(second, scales, w_ptr, rows, first + C.words, n, K, C)

@@ -1,0 +1,224 @@
+"""Products of rows with a quantised weight: codes are read once and widened in registers.
+
+The weight is the tall side of the matrix unit, so that few rows waste little of it. A tile of a
+weight is a run of columns; scales of a group are applied to the sums of its columns, in float32.
+Where tiles are few, programs share the columns of one, and the last to arrive adds up the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from anabranch.kernels.layers.quantised_config import (
+    CodeConstants,
+    QuantisedConfig,
+    every_quantised_config,
+    fit_quantised,
+)
+from anabranch.kernels.layers.widen_codes import widen_e4m3, widen_int4, widen_int8
+from anabranch.launches.recorder import launch
+
+
+class CodeArguments(NamedTuple):
+    """A weight as kernels read it."""
+
+    words: torch.Tensor  # int16 [n, runs * words of a run]: codes, as `pack_codes` orders them
+    scales: torch.Tensor  # float32 [column groups, row groups]
+    zeros: torch.Tensor | None  # float32 [column groups, row groups]: taken from codes
+
+
+def quantised_product(
+    x: torch.Tensor,  # [m, k], contiguous rows
+    weight: CodeArguments,
+    bias: torch.Tensor | None,  # [n]
+    y: torch.Tensor,  # [m, n], contiguous
+    sums: torch.Tensor | None,  # float32 [splits, m, n], where columns are split
+    counters: torch.Tensor,  # int32, 0: one a tile
+    constants: CodeConstants,
+    config: QuantisedConfig,
+) -> None:
+    """Write x @ weight.T + bias into `y`."""
+    (m, k), n = x.shape, y.shape[1]
+    launch(
+        quantised_product_kernel,
+        (triton.cdiv(n, config.block_n), triton.cdiv(m, config.block_m), config.splits),
+        x,
+        weight,
+        bias,
+        y,
+        sums,
+        counters,
+        (x.stride(0), weight.words.stride(0), weight.scales.stride(0)),
+        m,
+        n,
+        K=k,
+        C=constants,
+        BLOCK_M=config.block_m,
+        BLOCK_N=config.block_n,
+        OVERLAP=config.overlap,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        **({"launch_pdl": True} if config.overlap else {}),
+    )
+
+
+def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Launches on meta tensors that cover the configurations and the formats."""
+    new = partial(torch.empty, device="meta")
+
+    hopper, packed = shared_bytes >= 227 * 1024, shared_bytes > 64 * 1024  # NVIDIA's instructions
+
+    def launch_case(
+        config: QuantisedConfig, constants: CodeConstants, dtype: torch.dtype, zeros: bool
+    ) -> None:
+        config = fit_quantised(config, constants, shared_bytes=shared_bytes, hopper=hopper)
+        m, n, k = config.block_m, 4096, 4096
+        words = new(n, k // constants.parts, dtype=torch.int16)
+        scales = new(-(-k // constants.group_k), n // constants.group_n)
+        weight = CodeArguments(words, scales, scales if zeros else None)
+        sums = new(config.splits, m, n) if config.splits > 1 else None
+        x, y, counters = new(m, k, dtype=dtype), new(m, n, dtype=dtype), new(64, dtype=torch.int32)
+        quantised_product(x, weight, None, y, sums, counters, constants, config)
+
+    formats = {
+        "fp8": CodeConstants("fp8", 1, 4096, packed),
+        "fp8 in blocks": CodeConstants("fp8", 128, 128, packed),
+        "int8": CodeConstants("int8", 1, 4096, packed),
+        "int4": CodeConstants("int4", 1, 128, packed),
+    }
+    for config in every_quantised_config():
+        name = f"{config.block_m} rows, {config.splits} splits"
+        for kind, constants in formats.items():
+            yield f"{name}, {kind}", partial(launch_case, config, constants, torch.bfloat16, False)
+        if config.block_m == 16:
+            for kind in ("fp8", "int4"):
+                case = partial(launch_case, config, formats[kind], torch.float16, kind == "int4")
+                yield f"{name}, {kind} float16", case
+
+
+@triton.jit
+def add_part(w, x_ptrs, first, sums, K: tl.constexpr, C: tl.constexpr):
+    """Add the products of a part of a run, the columns from `first` on."""
+    if K % C.run == 0:
+        x = tl.load(x_ptrs + first, eviction_policy="evict_last")
+    else:
+        inside = (first + tl.arange(0, C.words) < K)[:, None]
+        x = tl.load(x_ptrs + first, inside, other=0.0, eviction_policy="evict_last")
+    return tl.dot(w, x, sums, input_precision="ieee")
+
+
+@triton.jit
+def load_group(ptrs, run, stride, C: tl.constexpr):
+    """Scales or zeros of the outputs for a run of columns."""
+    return tl.load(ptrs + (run * C.run // C.group_k).to(tl.int64) * stride)
+
+
+@triton.jit
+def add_run(words, offset, x_ptrs, first, sums, K: tl.constexpr, C: tl.constexpr):
+    """Add the products of a run of columns to `sums` [outputs, rows]."""
+    DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
+    if C.kind == "int4":
+        w, second, third, fourth = widen_int4(words, offset, DTYPE, C.packed)
+        sums = add_part(third, x_ptrs, first + 2 * C.words, sums, K, C)
+        sums = add_part(fourth, x_ptrs, first + 3 * C.words, sums, K, C)
+    elif C.kind == "fp8":
+        w, second = widen_e4m3(words, DTYPE, C.packed)
+    else:
+        w, second = widen_int8(words, offset, DTYPE)
+    sums = add_part(w, x_ptrs, first, sums, K, C)
+    return add_part(second, x_ptrs, first + C.words, sums, K, C)
+
+
+@triton.jit
+def join_sums(sums, parts_ptr, counter_ptr, places, mask, size):
+    """Leave sums of a part of the columns; (are all there, the sums of all parts)."""
+    split, splits = tl.program_id(2), tl.num_programs(2)
+    tl.store(parts_ptr + split * size + places, sums, mask)
+    tl.debug_barrier()  # every warp's stores come before the release below
+    before = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu")
+    is_last = before == splits - 1
+    if is_last:
+        tl.store(counter_ptr, 0)
+        sums = tl.zeros_like(sums)
+        for part in range(splits):
+            sums += tl.load(parts_ptr + part * size + places, mask, other=0.0, cache_modifier=".cg")
+    return is_last, sums
+
+
+@triton.jit(do_not_specialize=["m"])
+def quantised_product_kernel(
+    x_ptr,  # [m, K]
+    weight,  # CodeArguments
+    bias_ptr,  # [n] or None
+    y_ptr,  # [m, n]
+    sums_ptr,  # [splits, m, n]; None: columns are not split
+    counters_ptr,  # [tiles]
+    strides,  # of rows of x, words and scales
+    m,
+    n,
+    K: tl.constexpr,
+    C: tl.constexpr,  # CodeConstants
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    x_stride, words_stride, scales_stride = strides
+    outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    own, own_rows = tl.minimum(outputs, n - 1), tl.minimum(rows, m - 1)
+    dims = tl.arange(0, C.words)
+    x_ptrs = x_ptr + own_rows.to(tl.int64)[None, :] * x_stride + dims[:, None]
+    word_ptrs = weight.words + own.to(tl.int64)[:, None] * words_stride + dims[None, :]
+    groups = own // C.group_n
+    GROUPED: tl.constexpr = C.group_k < K
+    NUM_RUNS: tl.constexpr = (K + C.run - 1) // C.run
+    begin = tl.program_id(2) * NUM_RUNS // tl.num_programs(2)
+    end = (tl.program_id(2) + 1) * NUM_RUNS // tl.num_programs(2)
+    scales = load_group(weight.scales + groups, begin, scales_stride, C)
+    zeros = tl.full([BLOCK_N], C.zero, tl.float32)
+    if weight.zeros is not None:
+        zeros = load_group(weight.zeros + groups, begin, scales_stride, C)
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
+
+    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for run in range(begin, end):
+        following, following_zeros = scales, zeros
+        if GROUPED:  # on their way while this run is multiplied
+            after = tl.minimum(run + 1, NUM_RUNS - 1)
+            following = load_group(weight.scales + groups, after, scales_stride, C)
+            if weight.zeros is not None:
+                following_zeros = load_group(weight.zeros + groups, after, scales_stride, C)
+        words = tl.load(word_ptrs + run * C.words, eviction_policy="evict_first")
+        offset = zeros[:, None]
+        if GROUPED:
+            none = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+            products = add_run(words, offset, x_ptrs, run * C.run, none, K, C)
+            sums += products * scales[:, None]
+        else:
+            sums = add_run(words, offset, x_ptrs, run * C.run, sums, K, C)
+        scales, zeros = following, following_zeros
+    if not GROUPED:
+        sums *= scales[:, None]
+
+    sums = tl.trans(sums)
+    first = tl.program_id(1).to(tl.int64) * BLOCK_M * n + tl.program_id(0) * BLOCK_N
+    places = tl.arange(0, BLOCK_M)[:, None] * n + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < m)[:, None] & (outputs < n)[None, :]
+    if sums_ptr is not None:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        parts_ptr, size = sums_ptr + first, m.to(tl.int64) * n
+        is_last, sums = join_sums(sums, parts_ptr, counters_ptr + tile, places, mask, size)
+        mask = mask & is_last
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + outputs, outputs < n, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
+    tl.store(y_ptr + first + places, sums.to(y_ptr.dtype.element_ty), mask)

@@ -1,0 +1,294 @@
+"""Rows times quantised weights: by codes, by expanded weights, and by torch over e4m3 inputs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from tolerance import assert_close
+from torch.nn import functional
+
+from anabranch.device import capability
+from anabranch.kernels.layers.expand_codes import expand_codes
+from anabranch.kernels.layers.quantise_rows import quantise_rows
+from anabranch.kernels.layers.quantised_config import (
+    MOST_ROWS,
+    NUM_COUNTERS,
+    RUN,
+    CodeConstants,
+    QuantisedConfig,
+    every_quantised_config,
+    fit_quantised,
+    select_quantised,
+)
+from anabranch.kernels.layers.quantised_product import CodeArguments, quantised_product
+from anabranch.llm.models.quantised_linear import QuantisedLinear, set_quantised
+from anabranch.llm.models.quantised_weight import (
+    Codes,
+    QuantisedWeight,
+    join_quantised,
+    pack_codes,
+    unpack_codes,
+)
+
+HAS_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if HAS_GPU else "cpu"
+PACKED = HAS_GPU and capability(torch.device("cuda", 0)) >= (8, 0)
+HALF = torch.float16
+BRAIN = torch.bfloat16 if HAS_GPU else HALF  # the interpreter multiplies no bfloat16
+# (kind, group_n, group_k, zeros)
+FORMATS = {
+    "fp8 channel": ("fp8", 1, None, False),
+    "fp8 block": ("fp8", 128, 128, False),
+    "int8": ("int8", 1, None, False),
+    "int8 zeros": ("int8", 1, 32, True),
+    "int4": ("int4", 1, 128, False),
+    "int4 zeros": ("int4", 1, 64, True),
+    "int4 channel": ("int4", 1, None, False),
+}
+SHAPES = [(1, 1, 8), (3, 37, 384), (16, 130, 256), (17, 64, 640), (50, 200, 200)]
+
+
+def random_codes(name: str, n: int, k: int, device: str = DEVICE) -> Codes:
+    kind, group_n, group_k, has_zeros = FORMATS[name]
+    if kind == "fp8":
+        codes = torch.randn(n, k).to(torch.float8_e4m3fn).view(torch.uint8)
+    else:
+        codes = torch.randint(0, 16 if kind == "int4" else 256, (n, k), dtype=torch.uint8)
+    groups = -(-n // group_n), -(-k // group_k) if group_k else 1
+    scales = (torch.rand(groups) + 0.5) / 8
+    zeros = None
+    if has_zeros:
+        zeros = torch.randint(-20, 20, groups) if kind == "int8" else torch.randint(0, 17, groups)
+        zeros = zeros.to(device)
+    return Codes(kind, codes.to(device), scales.to(device), zeros, group_n=group_n, group_k=group_k)
+
+
+def numbers(given: Codes) -> torch.Tensor:
+    """float64 [n, k], code by code."""
+    n, k = given.codes.shape
+    rows = torch.arange(n, device=given.codes.device)[:, None] // given.group_n
+    columns = torch.arange(k, device=given.codes.device)[None, :] // (given.group_k or k)
+    if given.kind == "fp8":
+        values = given.codes.view(torch.float8_e4m3fn).double()
+    else:
+        signed = given.codes.view(torch.int8) if given.kind == "int8" else given.codes
+        none = 8 if given.kind == "int4" else 0
+        values = signed.double() - (none if given.zeros is None else given.zeros[rows, columns])
+    return values * given.scales[rows, columns].double()
+
+
+def arguments(weight: QuantisedWeight) -> tuple[CodeArguments, CodeConstants]:
+    given = CodeArguments(weight.words.data, weight.scales.data, weight.zeros)
+    return given, replace(weight.constants, packed=PACKED)
+
+
+def poisoned(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+
+
+def fits(name: str, k: int) -> bool:
+    group = FORMATS[name][2]
+    return group is None or name == "fp8 block" or k % group == 0
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("m", "n", "k"), SHAPES)
+def test_product(name: str, m: int, n: int, k: int) -> None:
+    if not fits(name, k):
+        pytest.skip("groups that the columns do not divide into are refused")
+    given = random_codes(name, n, k)
+    weight, constants = arguments(QuantisedWeight(given))
+    if not constants.has_product:
+        pytest.skip("expanded")
+    x = torch.randn(m, k).to(DEVICE, BRAIN)
+    bias = torch.randn(n).to(DEVICE, BRAIN) if m == 3 else None
+    w = numbers(given)
+    expected = functional.linear(x.double(), w, None if bias is None else bias.double())
+    by_torch = functional.linear(x, w.to(x.dtype), bias)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+    for splits in (1, 2):
+        block_m = 16 if m <= 16 else 32
+        config = QuantisedConfig(block_m, 64, 4, 2, splits=splits, overlap=False)
+        sums = poisoned(splits, m, n, dtype=torch.float32) if splits > 1 else None
+        y = poisoned(m, n, dtype=BRAIN)
+        quantised_product(x, weight, bias, y, sums, counters, constants, config)
+        assert_close(y, expected, by_torch)
+        assert not counters.any()
+
+
+def test_float16_and_strided_rows() -> None:
+    given = random_codes("int4 zeros", 40, 192)
+    weight, constants = arguments(QuantisedWeight(given))
+    wide = poisoned(5, 256, dtype=HALF)
+    x = wide[:, :192]
+    x.copy_(torch.randn(5, 192))
+    y = poisoned(5, 40, dtype=HALF)
+    counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=DEVICE)
+    config = QuantisedConfig(16, 64, 4, 2, overlap=False)
+    quantised_product(x, weight, None, y, None, counters, constants, config)
+    w = numbers(given)
+    assert_close(y, functional.linear(x.double(), w), functional.linear(x, w.half()))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("n", "k"), [(1, 8), (130, 384), (70, 200)])
+def test_expanded(name: str, n: int, k: int) -> None:
+    if not fits(name, k):
+        pytest.skip("groups that the columns do not divide into are refused")
+    given = random_codes(name, n, k)
+    held = QuantisedWeight(given, dtype=BRAIN)
+    weight, constants = arguments(held)
+    w = poisoned(n, k, dtype=BRAIN)
+    expand_codes(weight, w, constants)
+    exact = numbers(given)
+    assert_close(w, exact, exact.to(BRAIN))
+    assert_close(held.expanded(), exact, exact.to(BRAIN))
+
+
+@pytest.mark.parametrize("k", [8, 128, 200, 1000])
+def test_rows_as_e4m3(k: int) -> None:
+    """In the order of a weight's columns; zero after the last."""
+    x = torch.randn(3, k).to(DEVICE, BRAIN)
+    x[1] = 0
+    words = torch.full((3, -(-k // RUN) * RUN // 2), -1, dtype=torch.int16, device=DEVICE)
+    scales = poisoned(3, dtype=torch.float32)
+    quantise_rows(x, words, scales)
+    codes = unpack_codes(words, CodeConstants("fp8", 1, RUN))
+    assert not codes[:, k:].any()
+    values = codes[:, :k].contiguous().view(torch.float8_e4m3fn).double()
+    assert values.abs().amax(1).tolist() == [448, 0, 448]
+    found = values * scales[:, None].double()
+    largest = x.double().abs().amax(1, keepdim=True)
+    # half a step of the last of 3 bits of mantissa, or of the smallest numbers
+    allowed = (x.double().abs() / 16).clamp_min(largest / 448 / 512)
+    assert ((found - x.double()).abs() <= allowed * 1.001).all()
+
+
+@pytest.mark.parametrize("kind", ["fp8", "int4"])
+@pytest.mark.parametrize("k", [1, 64, 130, 256])
+def test_packing_is_undone(kind: str, k: int) -> None:
+    constants = CodeConstants(kind, 1, RUN)
+    codes = torch.randint(0, 16 if kind == "int4" else 256, (5, k), dtype=torch.uint8)
+    words = pack_codes(codes, constants)
+    assert words.nbytes == 5 * -(-k // RUN) * RUN // (2 if kind == "int4" else 1)
+    assert torch.equal(unpack_codes(words, constants)[:, :k], codes)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [0, 1, 5, MOST_ROWS + 1])
+def test_layer(name: str, rows: int) -> None:
+    """Of joined weights, for each number of rows the product that is chosen."""
+    given = [random_codes(name, n, 256) for n in (128, 256)]
+    joined = join_quantised([QuantisedWeight(each, dtype=BRAIN) for each in given])
+    linear = torch.nn.Linear(256, 384, bias=True).to(DEVICE, BRAIN).requires_grad_(False)
+    set_quantised(linear, joined)
+    assert isinstance(linear, QuantisedLinear)
+    x = torch.randn(2, rows, 256).to(DEVICE, BRAIN)
+    w, bias = torch.cat([numbers(each) for each in given]), linear.bias.double()
+    expected, actual = functional.linear(x.double(), w, bias), linear(x)
+    if rows:
+        assert_close(actual, expected, functional.linear(x, w.to(BRAIN), linear.bias))
+    assert actual.shape == expected.shape
+    assert torch.equal(linear.weight, w.to(BRAIN))
+
+
+def test_what_is_joined() -> None:
+    """Weights of one format whose groups end with them."""
+
+    def joins(name: str, n: int, k: int = 256) -> tuple[object, ...]:
+        return QuantisedWeight(random_codes(name, n, k)).joins
+
+    assert joins("fp8 block", 128) == joins("fp8 block", 256)
+    assert joins("fp8 block", 130) != joins("fp8 block", 130)
+    assert joins("int4", 8) != joins("int4 channel", 8)
+    assert joins("int4", 8) != joins("int4", 8, 384)
+    assert joins("int8", 8) != joins("fp8 channel", 8)
+
+
+def test_choice() -> None:
+    assert select_quantised(MOST_ROWS + 1, 4096, 32, 132) is None
+    few = select_quantised(1, 4096, 32, 132)
+    assert few is not None and few.splits > 1
+    wide = select_quantised(16, 28672, 32, 132)
+    assert wide is not None and wide.splits == 1
+    constants = CodeConstants("fp8", 1, 4096)
+    assert fit_quantised(wide, constants, shared_bytes=227 << 10, hopper=True) == wide
+    fitted = fit_quantised(wide, constants, shared_bytes=40 << 10, hopper=False)
+    assert fitted == replace(wide, num_stages=3, overlap=False)
+    known = {replace(config, splits=1) for config in every_quantised_config()}
+    for rows in range(1, MOST_ROWS + 1):
+        for n in (64, 4096, 28672):
+            config = select_quantised(rows, n, 112, 264)
+            assert config is not None
+            tiles = -(-n // config.block_n) * -(-rows // config.block_m)
+            assert config.splits == 1 or tiles <= NUM_COUNTERS
+            assert replace(config, splits=1) in known
+
+
+def test_groups_are_checked() -> None:
+    given = random_codes("int4", 8, 256)
+    wrong = Codes("int4", given.codes, given.scales[:, :1], group_k=128)
+    with pytest.raises(ValueError, match=r"scales must be \[8, 2\] .* got \[8, 1\]"):
+        QuantisedWeight(wrong)
+
+
+def test_operator_is_well_formed() -> None:
+    weight = QuantisedWeight(random_codes("int4", 64, 128), dtype=BRAIN)
+    x = torch.randn(3, 128).to(DEVICE, BRAIN)
+    settings = "int4", 1, 128, False
+    given = x, weight.words, weight.scales, None, weight.counters, None, *settings
+    torch.library.opcheck(
+        torch.ops.anabranch.quantised_linear.default,
+        given,
+        test_utils=("test_schema", "test_faketensor"),
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("m", [1, 8, 16, 17, 64, 200, 300])
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (6144, 4096), (4096, 14336)])
+def test_sizes_of_real_models(name: str, m: int, n: int, k: int) -> None:
+    given = random_codes(name, n, k)
+    linear = torch.nn.Linear(k, n, bias=False, device="meta")
+    set_quantised(linear, QuantisedWeight(given, dtype=BRAIN))
+    x = torch.randn(m, k).to(DEVICE, BRAIN)
+    w = numbers(given)
+    expected = functional.linear(x.double(), w)
+    assert_close(linear(x), expected, functional.linear(x, w.to(BRAIN)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [17, 64, 500])
+def test_e4m3_inputs(m: int) -> None:
+    """Inputs are rounded to 3 bits of mantissa, and nothing else is."""
+    given = random_codes("fp8 channel", 4096, 4096)
+    linear = torch.nn.Linear(4096, 4096, bias=False, device="meta")
+    set_quantised(linear, QuantisedWeight(given, dtype=BRAIN, fp8_inputs=True))
+    x = torch.randn(m, 4096).to(DEVICE, BRAIN)
+    scale = x.double().abs().amax(1, keepdim=True) / 448
+    rounded = (x.double() / scale).to(torch.float8_e4m3fn).double() * scale
+    w = numbers(given)
+    expected = functional.linear(rounded, w)
+    assert_close(linear(x), expected, functional.linear(rounded.to(BRAIN), w.to(BRAIN)))
+
+
+@pytest.mark.gpu
+def test_graph_with_other_inputs() -> None:
+    """Columns are split, and kernels that overlap wait for each other."""
+    weights = [QuantisedWeight(random_codes("int4", 4096, 4096)) for _ in range(3)]
+    linears = [torch.nn.Linear(4096, 4096, bias=False, device="meta") for _ in weights]
+    for linear, weight in zip(linears, weights, strict=True):
+        set_quantised(linear, weight)
+    x = torch.zeros(4, 4096, dtype=BRAIN, device="cuda")
+    layers = torch.nn.Sequential(*linears)
+    layers(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = layers(x)
+    for _ in range(20):
+        x.normal_().mul_(1e-3)
+        graph.replay()
+        assert torch.equal(y, layers(x))
