@@ -18,14 +18,15 @@ from statistics import median
 from unittest import mock
 
 import torch
+from attention_bench.timing import time_graph
 from rows import header, print_rows, save_rows
 from torch import nn
 from torch.nn import functional
 
-from anabranch.bench.engine.latency import full_batch_ms
-from anabranch.bench.engine.workload import random_prompts
-from anabranch.bench.timing import release_memory, time_graph
 from anabranch.kernels.layers import quantised_config
+from anabranch.llm.bench.device_wait import release_memory
+from anabranch.llm.bench.latency import full_batch_ms
+from anabranch.llm.bench.workload import random_prompts
 from anabranch.llm.cli.step_times import RecordedStats
 from anabranch.llm.models import quantised_linear
 from anabranch.llm.models.quantised_linear import QuantisedLinear, set_quantised
