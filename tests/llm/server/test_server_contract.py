@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,7 @@ from anabranch.llm.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.llm.server import command, metrics  # noqa: E402
 from anabranch.llm.server.app import make_app  # noqa: E402
 from anabranch.llm.server.body_values import has_many_values  # noqa: E402
+from anabranch.llm.server.chat_models import ChatRequest  # noqa: E402
 from anabranch.llm.server.completion_models import CompletionRequest  # noqa: E402
 from anabranch.llm.server.engine_watch import HangPolicy  # noqa: E402
 from anabranch.llm.server.errors import (  # noqa: E402
@@ -33,6 +35,7 @@ from anabranch.llm.server.errors import (  # noqa: E402
 )
 from anabranch.llm.server.http_server import HttpServer  # noqa: E402
 from anabranch.llm.server.open_files import make_room_for  # noqa: E402
+from anabranch.llm.server.reply import written  # noqa: E402
 from anabranch.llm.server.restart_policy import RestartPolicy  # noqa: E402
 from anabranch.llm.server.server_limits import ServerLimits  # noqa: E402
 from anabranch.llm.server.service import Service  # noqa: E402
@@ -144,6 +147,20 @@ def test_bounds_of_fields(name: str) -> None:
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1, 2], [3]]])
 def test_prompts_of_every_kind(prompt: Any) -> None:
     assert CompletionRequest(prompt=prompt).prompt == prompt
+
+
+def test_numbers_that_json_lacks() -> None:
+    assert [written(value) for value in (-0.5, -math.inf)] == [-0.5, -9999.0]
+
+
+def test_tools_of_a_request() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    assert len(ChatRequest(**body, tools=[tool] * 128).tools or ()) == 128
+    with pytest.raises(ValidationError):
+        ChatRequest(**body, tools=[tool] * 129)
+    for choice in ("none", "auto", "required", tool):
+        assert ChatRequest(**body, tools=[tool], tool_choice=choice).tool_choice is not None
 
 
 def test_unknown_fields_and_other_types_are_refused() -> None:
