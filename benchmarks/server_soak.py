@@ -176,8 +176,11 @@ async def compare_readers(seconds: float) -> dict[str, Any]:
             row["missed"] += ["lost"] * bool(tally.lost)
             await asyncio.sleep(1.0)
     fast, slow = (row[kind]["two tokens, s"]["p99"] for kind in ("fast", "slow"))
-    row["slow / fast, p99"] = round(slow / fast, 2)
-    row["missed"] += ["two tokens"] * (slow > MOST_SECONDS)
+    if slow is None or fast is None:
+        row["missed"].append("too short to compare")
+    else:
+        row["slow / fast, p99"] = round(slow / fast, 2)
+        row["missed"] += ["two tokens"] * (slow > MOST_SECONDS)
     return row | {"exit code": server.close()}
 
 
