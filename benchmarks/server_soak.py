@@ -7,7 +7,7 @@ prompts, half-open connections, slow readers, stop strings and logprobs, while i
 once and stopped once. Before that, sixteen slow readers are compared with sixteen fast ones; after
 it, one of two ranks is killed, and threads share an `LLM`. Bars: no request lost but those in
 flight when an engine was found dead, 99% of a bystander's two tokens within a second, threads, open
-files and memory as before.
+files and memory as before. What other processes of the machine took meanwhile is in every row.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "support")]
 
 import soak_clients as clients  # noqa: E402
+from soak_load import OthersLoad  # noqa: E402
 from soak_tally import Outage, Tally, percentile  # noqa: E402
 from soaked_server import SoakedServer  # noqa: E402
 from tokenizer_families import FAMILIES, model_of  # noqa: E402
@@ -138,6 +139,7 @@ def summary(tally: Tally) -> dict[str, Any]:
         "two tokens, s": {
             "count": len(tally.two_tokens),
             **{f"p{percent}": percentile(tally.two_tokens, percent) for percent in (50, 99, 100)},
+            "p99 with outages": percentile([end - start for start, end in tally.asked], 99),
         },
         "attacks": dict(sorted(tally.attacks.items())),
         "faults": tally.broken[:10],
@@ -157,21 +159,26 @@ def misses(tally: Tally, left: int, before: dict[str, Any], after: dict[str, Any
 async def compare_readers(seconds: float) -> dict[str, Any]:
     """A bystander beside readers of long answers: none, fast ones, slow ones."""
     row: dict[str, Any] = {"phase": "readers", "missed": []}
-    async with serving("byte-level") as (server, _):
+    async with serving("byte-level") as (server, client):
         for kind, number in (("none", 0), ("fast", READERS), ("slow", READERS)):
             tally = Tally()
             readers = [
                 clients.read_long(server.address, tally, slowly=kind == "slow")
                 for _ in range(number)
             ]
+            before = (await client.get("/stats")).json()["output_tokens"]
             async with running(*readers, clients.ask_two_tokens(server.url, tally)):
                 await asyncio.sleep(seconds)
-            row[kind] = summary(tally)
+                tokens = (await client.get("/stats")).json()["output_tokens"] - before
+            row[kind] = summary(tally) | {"tokens a second": round(tokens / seconds)}
             row["missed"] += ["lost"] * bool(tally.lost)
             await asyncio.sleep(1.0)
     fast, slow = (row[kind]["two tokens, s"]["p99"] for kind in ("fast", "slow"))
-    row["slow / fast, p99"] = round(slow / fast, 2)
-    row["missed"] += ["two tokens"] * (slow > MOST_SECONDS)
+    if slow is None or fast is None:
+        row["missed"].append("too short to compare")
+    else:
+        row["slow / fast, p99"] = round(slow / fast, 2)
+        row["missed"] += ["two tokens"] * (slow > MOST_SECONDS)
     return row | {"exit code": server.close()}
 
 
@@ -222,7 +229,8 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     for phase in options.phases.split(","):
         for run in phases[phase]:
-            rows.append(run())
+            load = OthersLoad()
+            rows.append(run() | {"cores taken by others": load.cores()})
             missed = rows[-1]["missed"] + ["exit code"] * bool(rows[-1]["exit code"])
             rows[-1]["missed"] = missed
             print(json.dumps(rows[-1], ensure_ascii=False), "MISSED:" if missed else "ok", *missed)

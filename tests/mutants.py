@@ -86,7 +86,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{LLM}speculative/test_speculative.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
-    "llm/engine/launch.py": (f"{ENGINE}test_engine.py", f"{LLM}speculative/test_draft_trees.py"),
+    "llm/engine/launch.py": (
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_structured.py",
+        f"{LLM}speculative/test_draft_trees.py",
+    ),
     "llm/engine/limits.py": (
         f"{ENGINE}test_engine_sizes.py",
         f"{ENGINE}test_engine.py",
@@ -102,7 +106,10 @@ TESTS: dict[str, tuple[str, ...]] = {
     "llm/engine/sampling_defaults.py": (f"{ENGINE}test_sampling_defaults.py",),
     "llm/engine/scheduler.py": (f"{ENGINE}test_scheduler.py", f"{ENGINE}test_engine.py"),
     "llm/engine/stats.py": (f"{LLM}speculative/test_speculative.py", f"{ENGINE}test_engine.py"),
-    "llm/engine/step_masks.py": (f"{ENGINE}test_structured.py",),
+    "llm/engine/step_masks.py": (
+        f"{ENGINE}test_step_masks.py",
+        f"{ENGINE}test_structured.py",
+    ),
     "llm/engine/stop_strings.py": (f"{ENGINE}test_stop_strings.py",),
     "llm/engine/text_stream.py": (f"{ENGINE}test_stop_strings.py", f"{ENGINE}test_text_stream.py"),
     "llm/engine/turns.py": (f"{ENGINE}test_llm_threads.py",),

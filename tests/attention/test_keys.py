@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from cases import SOURCES, Case, make_inputs
 
-from anabranch.keys import KINDS, KeySource, flatten_source, rebuild_source
+from anabranch.keys import KINDS, KeySource, LatentKV, SelectedKV, flatten_source, rebuild_source
+from anabranch.keys.view import StoreFormat
 
 CASE = Case(q_lens=(1, 1, 1), k_lens=(5, 20, 0), dims=(16, 24))
 
@@ -64,3 +67,52 @@ def test_every_source_is_listed() -> None:
     assert {kind.__qualname__ for kind in in_package} == {
         kind.__qualname__ for kind in KINDS.values()
     }
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.kind)
+def test_what_identifies_a_call_is_no_part_of_a_source(kind: type[KeySource]) -> None:
+    (identity,) = (each for each in fields(kind) if each.name == "identity")
+    assert not (identity.init or identity.repr or identity.compare)
+    assert "identity" not in repr(kind)
+
+
+def test_plain_stores_have_neither_scales_nor_blocks() -> None:
+    plain = StoreFormat("plain")
+    assert (plain.scaling, plain.block) == ("none", 0)
+    assert not make_keys("paged").view().values_in_keys
+
+
+@pytest.mark.parametrize("num_lists", [None, 2, 4])
+@pytest.mark.parametrize("by_seqs", [False, True])
+def test_lists_name_keys_of_their_tokens_sequence(num_lists: int | None, by_seqs: bool) -> None:
+    """Two tokens a sequence, or tokens of any; a list is that of all heads or of some."""
+    keys, generator = make_keys("dense"), torch.Generator().manual_seed(0)
+    owners = [1, 0, 1, 1] if by_seqs else [0, 0, 1, 1, 2, 2]
+    shape = (len(owners), *([] if num_lists is None else [num_lists]), 3)
+    indices = torch.randint(0, 5, shape, generator=generator, dtype=torch.int32)
+    counts = torch.randint(0, 4, shape[:-1], generator=generator, dtype=torch.int32)
+    if not by_seqs:
+        counts[4:] = 0  # of a sequence without keys
+    seqs = torch.tensor(owners, dtype=torch.int32) if by_seqs else None
+    selected = SelectedKV(keys, indices, counts, seqs=seqs)
+    for token, owner in enumerate(owners):
+        for place in range(num_lists or 1):
+            number = token * (num_lists or 1) + place
+            count = int(counts.flatten()[number])
+            listed = indices.reshape(-1, 3)[number, :count].long()
+            first = place * keys.num_kv_heads // (num_lists or 1)
+            heads = slice(None) if num_lists is None else slice(first, first + 1)
+            for found, whole in zip(selected.gather(number), keys.gather(owner), strict=True):
+                assert torch.equal(found, whole[listed, heads])
+
+
+def test_pages_of_latent_rows_are_read_in_their_order() -> None:
+    cache = torch.randn(4, 8, 40)
+    table = torch.tensor([[2, 0, 3], [1, 1, 1]], dtype=torch.int32)
+    keys = LatentKV(cache, table, torch.tensor([24, 3], dtype=torch.int32), 32)
+    out = torch.empty(16, 40)
+    keys.read_pages(0, slice(1, 3), out)
+    assert torch.equal(out, torch.cat([cache[0], cache[3]]))
+    assert torch.equal(
+        keys.read_slots(torch.tensor([17, 31])), torch.stack([cache[2, 1], cache[3, 7]])
+    )

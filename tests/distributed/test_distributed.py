@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import random
@@ -32,6 +33,7 @@ from anabranch.distributed import (
     state_buffer,
 )
 from anabranch.distributed.attend_across import attend_locally
+from anabranch.distributed.rank_group import RankGroup
 from anabranch.distributed.state_buffer import ALIGNMENT
 
 every_device = pytest.mark.parametrize(
@@ -427,3 +429,25 @@ def test_the_documented_bytes_are_those_of_the_merge() -> None:
         received = 2 * (num_ranks - 1) / num_ranks * buffer.data.nbytes
         assert plan.context_parallel(shape, num_ranks).num_bytes == received
     assert plan.bytes_table() in (root / "docs/scale.md").read_text()
+
+
+@every_device
+def test_only_a_checked_call_waits_for_agreement(
+    device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it compares what must be the same on every rank."""
+    module: Any = importlib.import_module("anabranch.distributed.attend_across")
+    compared = list[dict[str, Any]]()
+    monkeypatch.setattr(module, "find_group", lambda group: RankGroup(group, 0, 1))
+    monkeypatch.setattr(module, "merge_across", lambda state, *_, **__: state)
+    monkeypatch.setattr(module, "check_agreement", lambda _, **given: compared.append(given))
+    case = Case(q_lens=(1, 1), k_lens=(5, 20), source="paged", device=device)
+    q, keys = make_inputs(case, 0)[:2]
+    assert isinstance(keys, PagedKV)
+    mine = own_keys(keys, 0, 1)
+    expected = attend_across(q, mine)
+    assert not compared
+    assert torch.equal(attend_across(q, mine, check=True).out, expected.out)
+    (given,) = compared
+    assert given["seq_lens"] == [5, 20] and given["q"] == tuple(q.shape)
+    assert given["dtype"] == q.dtype and given["page_size"] == keys.page_size

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 from dataclasses import MISSING, fields
 from types import SimpleNamespace
 from typing import Any, cast
@@ -15,6 +16,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(needed)
 
 from pydantic import ValidationError  # noqa: E402
+from random_engine import RandomEngine  # noqa: E402
 from server_models import tiny_tokenizer  # noqa: E402
 from tokenizers import pre_tokenizers  # noqa: E402
 
@@ -22,6 +24,7 @@ from anabranch.llm.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.llm.server import command, metrics  # noqa: E402
 from anabranch.llm.server.app import make_app  # noqa: E402
 from anabranch.llm.server.body_values import has_many_values  # noqa: E402
+from anabranch.llm.server.chat_models import ChatRequest  # noqa: E402
 from anabranch.llm.server.completion_models import CompletionRequest  # noqa: E402
 from anabranch.llm.server.engine_watch import HangPolicy  # noqa: E402
 from anabranch.llm.server.errors import (  # noqa: E402
@@ -33,9 +36,10 @@ from anabranch.llm.server.errors import (  # noqa: E402
 )
 from anabranch.llm.server.http_server import HttpServer  # noqa: E402
 from anabranch.llm.server.open_files import make_room_for  # noqa: E402
+from anabranch.llm.server.reply import written  # noqa: E402
 from anabranch.llm.server.restart_policy import RestartPolicy  # noqa: E402
 from anabranch.llm.server.server_limits import ServerLimits  # noqa: E402
-from anabranch.llm.server.service import Service  # noqa: E402
+from anabranch.llm.server.service import Service, make_service  # noqa: E402
 from anabranch.llm.server.token_texts import TokenTexts  # noqa: E402
 
 DEFAULTS: dict[Any, dict[str, Any]] = {
@@ -144,6 +148,79 @@ def test_bounds_of_fields(name: str) -> None:
 @pytest.mark.parametrize("prompt", ["a", ["a", "b"], [1, 2], [[1, 2], [3]]])
 def test_prompts_of_every_kind(prompt: Any) -> None:
     assert CompletionRequest(prompt=prompt).prompt == prompt
+
+
+def test_numbers_that_json_lacks() -> None:
+    assert [written(value) for value in (-0.5, -math.inf)] == [-0.5, -9999.0]
+
+
+def test_tools_of_a_request() -> None:
+    tool = {"type": "function", "function": {"name": "f"}}
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    assert len(ChatRequest(**body, tools=[tool] * 128).tools or ()) == 128
+    with pytest.raises(ValidationError):
+        ChatRequest(**body, tools=[tool] * 129)
+    for choice in ("none", "auto", "required", tool):
+        assert ChatRequest(**body, tools=[tool], tool_choice=choice).tool_choice is not None
+
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+WRONG: list[tuple[str, Any, str | None, str]] = [  # a path, a body, the field and what is said
+    (COMPLETIONS, b'{"prompt": x}', None, "is not valid JSON at character 11: Expecting value"),
+    (COMPLETIONS, b'{"prompt": "a"', None, "is not valid JSON at character 14: Expecting"),
+    (COMPLETIONS, [1], None, "body: Input should be a valid dictionary"),
+    (COMPLETIONS, {}, "prompt", "prompt: Field required"),
+    (COMPLETIONS, {"prompt": "a", "promt": 1}, "promt", "is not a field of this request"),
+    (COMPLETIONS, {"prompt": "a", "n": "2"}, "n", "n: Input should be a valid integer, got '2'"),
+    (COMPLETIONS, {"prompt": "a", "n": "x" * 61}, "n", f"got '{'x' * 60}'"),
+    (COMPLETIONS, {"prompt": "a", "n": [1, 2]}, "n", "got list of 2"),
+    (COMPLETIONS, {"prompt": "a", "n": {"a": 1}}, "n", "got dict of 1"),
+    (COMPLETIONS, {"prompt": "a", "seed": 10**80}, "seed", f"got 1{'0' * 79}..."),
+    (COMPLETIONS, {"prompt": "a", "seed": 10**79}, "seed", f"got 1{'0' * 79}"),
+    (COMPLETIONS, {"prompt": ["a", 1]}, "prompt.1", "Input should be a valid string, got 1"),
+    (COMPLETIONS, {"prompt": [[1], [True]]}, "prompt.1.0", "a valid integer, got True"),
+    (COMPLETIONS, {"prompt": "a", "stop": [1]}, "stop.0", "stop.0: Input should be a valid string"),
+    (CHAT, {"messages": []}, "messages", "at least 1 item"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages.0.content", "Field required"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": None}]},
+        "messages.0.content",
+        "messages.0.content: must not be null; give a value",
+    ),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": IMAGE}]},
+        "messages.0.content.0.type",
+        "Input should be 'text', got 'image_url'",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def client() -> Any:
+    testclient = pytest.importorskip("starlette.testclient")
+    engine = RandomEngine(tiny_tokenizer(), context=64)
+    service = make_service(engine, limits=ServerLimits(), model_name="tiny", created=0)
+    return testclient.TestClient(make_app(service), base_url="http://localhost")
+
+
+@pytest.mark.parametrize(("path", "body", "param", "said"), WRONG)
+def test_what_is_wrong_with_a_body(
+    path: str, body: Any, param: str | None, said: str, client: Any
+) -> None:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.post(path, content=content, headers={"content-type": "application/json"})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, param)
+    assert said in error["message"]
+    assert ("..." in error["message"]) == ("..." in said)
+
+
+def test_a_body_that_is_no_json_by_its_type(client: Any) -> None:
+    answer = client.post(COMPLETIONS, content=b"{}", headers={"content-type": "text/plain"})
+    assert answer.status_code == 415 and "'text/plain'" in answer.json()["error"]["message"]
 
 
 def test_unknown_fields_and_other_types_are_refused() -> None:
