@@ -201,7 +201,7 @@ _DEEPSEEK = """
 {%- for m in messages %}
   {%- if m.role == 'system' %}{{- m.content }}
   {%- elif m.role == 'user' %}{{- '<｜User｜>' + m.content }}
-  {%- elif m.tool_calls %}
+  {%- elif CALLED %}
     {{- '<｜Assistant｜>BEFORE<｜tool▁calls▁begin｜>' }}
     {%- for call in m.tool_calls %}
       {{- CALL }}
@@ -223,13 +223,14 @@ _DEEPSEEK_SPECIAL = (
     "<｜User｜>",
     "<｜Assistant｜>",
 )
-# It has no place for tools, and joins arguments to texts.
+# It has no place for tools, knows calls by their lack of a text, and joins arguments to texts.
 DEEPSEEK_R1 = ChatFamily(
     template=_DEEPSEEK.replace(
         "CALL }}",
         f"'{_CALL}' + call.type + '{_SEP}' + call.function.name + '\\n```json\\n' + "
         f"call.function.arguments + '\\n```{_CALL_END}' }}}}",
     )
+    .replace("CALLED", "m['role'] == 'assistant' and m['content'] is none")
     .replace("BEFORE", "")
     .replace("AFTER", "{{- '<think>\n' }}"),
     special=_DEEPSEEK_SPECIAL,
@@ -248,6 +249,7 @@ DEEPSEEK_V31 = ChatFamily(
         "CALL }}",
         f"'{_CALL}' + call.function.name + '{_SEP}' + call.function.arguments + '{_CALL_END}' }}}}",
     )
+    .replace("CALLED", "m.tool_calls")
     .replace("BEFORE", "</think>")
     .replace("AFTER", "{{- '<think>' if thinking else '</think>' }}"),
     special=_DEEPSEEK_SPECIAL,

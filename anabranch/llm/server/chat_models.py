@@ -29,6 +29,10 @@ class TextPart(StrictModel):
     text: Text = described(..., "Text of this part.", "Name three rivers.")
 
 
+# What clients keep with an answer's message, and send back with it.
+_KEPT_BY_CLIENTS = ("provider_specific_fields", "thinking_blocks", "annotations", "images")
+
+
 class Message(StrictModel):
     """One turn of a conversation. Fields that are null count as absent."""
 
@@ -56,8 +60,11 @@ class Message(StrictModel):
         if not isinstance(value, dict):
             return value
         kept = without_nulls(cast("dict[Any, Any]", value))
-        if kept.get("role") == "assistant" and kept.get("tool_calls"):
-            kept.setdefault("content", "")
+        if kept.get("role") == "assistant":
+            for name in _KEPT_BY_CLIENTS:
+                kept.pop(name, None)
+            if kept.get("tool_calls"):
+                kept.setdefault("content", "")
         return kept
 
     @property
@@ -73,10 +80,15 @@ class Message(StrictModel):
         calls = [text for call in self.tool_calls or () for text in (call.function.arguments,)]
         return [*self.texts, *calls, self.reasoning_content or ""]
 
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates read it; a developer is a system to them."""
+    def for_template(self, *, none_for_calls: bool = False) -> dict[str, Any]:
+        """As chat templates read it; a developer is a system to them.
+
+        Where calls have no text beside them, some templates want None for it.
+        """
         role = "system" if self.role == "developer" else self.role
         found: dict[str, Any] = {"role": role, "content": "".join(self.texts)}
+        if none_for_calls and self.tool_calls and not found["content"]:
+            found["content"] = None
         for name in ("name", "tool_call_id", "reasoning_content"):
             if getattr(self, name) is not None:
                 found[name] = getattr(self, name)

@@ -75,7 +75,8 @@ class PromptEncoder:
 
         if self._tokenizer is None or not self._tokenizer.chat_template:
             raise ApiError(400, "this model has no chat template: use /v1/completions")
-        turns = [message.for_template() for message in messages]
+        asks = "content'] is none" in str(self._tokenizer.chat_template)  # as DeepSeek's do
+        turns = [message.for_template(none_for_calls=asks) for message in messages]
         try:
             text = self._tokenizer.apply_chat_template(
                 turns, add_generation_prompt=generation_prompt, tokenize=False, **variables

@@ -194,6 +194,17 @@ def test_a_loop_of_tools(client: Any) -> None:
     assert none.choices[0].message.tool_calls is None
 
 
+def test_messages_come_back_with_what_clients_keep_beside_them(server: Server) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": "{}"}}
+    kept = {"provider_specific_fields": {"a": 1}, "annotations": [], "function_call": None}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]} | kept
+    messages = [*HELLO, said, {"role": "tool", "tool_call_id": "1", "content": "12"}]
+    assert post(server, CHAT | {"messages": messages, "max_tokens": 2}).status_code == 200
+    unknown = [*HELLO, said | {"mood": "good"}]
+    answer = post(server, CHAT | {"messages": unknown})
+    assert answer.status_code == 400 and "mood" in answer.json()["error"]["message"]
+
+
 def test_an_answer_is_continued(server: Server) -> None:
     body = {"model": "tiny", "temperature": 0, "max_tokens": 8, "return_token_ids": True}
     first = [*HELLO, {"role": "assistant", "content": "the the"}]
