@@ -43,11 +43,14 @@ class QuantizeOptions:
     to: str | None = option(None, "The format.", choices=FORMATS)
     out: Path | None = option(None, "What to write; MODEL-FORMAT here unless given.")
     text: Path | None = option(None, "For the perplexity: a text; a short one unless given.")
-    device: str = option("cpu", "Where the perplexity is computed, cuda or cpu.")
+    device: str | None = option(None, "For the perplexity: cuda or cpu; the GPU if there is one.")
     perplexity: bool = option(True, "Compare the perplexity, which loads both models.")
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    def check(self) -> None:
+        """Refuse what cannot be done, before anything is read."""
         if not self.model:
             raise ValueError("give a model: a .gguf file, a transformers directory or a hub id")
         if self.to is None:
@@ -79,6 +82,7 @@ def quantize(options: QuantizeOptions) -> None:
 
     from anabranch.llm.cli.progress import progress_bars, quiet_transformers
 
+    options.check()
     text = (options.text or TEXT).read_text()
     quiet_transformers()
     with progress_bars() as progress:
@@ -117,14 +121,17 @@ def _num_bytes(path: Path) -> int:
 
 
 def _perplexities(options: QuantizeOptions, source: Path, text: str, progress: Progress) -> str:
+    import torch
+
     from anabranch.llm.models import Activations, load_model
     from anabranch.llm.models.perplexity import perplexity
 
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found: list[float] = []
     count = 0
     for path in (source, options.target):
         progress(f"perplexity of {path.name}", 0, 0)
-        loaded = load_model(str(path), device=options.device, activations=Activations.INT8)
+        loaded = load_model(str(path), device=device, activations=Activations.INT8)
         if loaded.tokenizer is None:
             return "no perplexity: the model has no tokenizer"
         value, count = perplexity(loaded.model, loaded.tokenizer, text)

@@ -68,7 +68,7 @@ def fp8_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def int4_tensors(weight: torch.Tensor, group: int) -> dict[str, torch.Tensor]:
-    """Codes from -8 to 7, eight a word, with the scale of a group that errs least of those tried."""
+    """Codes from -8 to 7, eight a word; of the scales tried, each group has the best."""
     n, k = weight.shape
     numbers = weight.float().view(n, k // group, group)
     reach = torch.maximum(numbers.amax(2) / 7, -numbers.amin(2) / 8).clamp_min(1e-12)

@@ -133,7 +133,9 @@ class _Loader:
         self.quantised = {name: own for name, own in layers.items() if is_quantised(own)}
 
     def load(self) -> None:
-        linears = {name: x for name, x in linear_layers(self.model).items() if name in self.quantised}
+        linears = {
+            name: x for name, x in linear_layers(self.model).items() if name in self.quantised
+        }
         for module in linears.values():
             module.weight = None  # pyright: ignore[reportAttributeAccessIssue]
             module._is_hf_initialized = True  # pyright: ignore[reportArgumentType]

@@ -24,6 +24,7 @@ from anabranch.llm.cli.engine_options import ServingOptions
 from anabranch.llm.cli.generate import GenerateOptions
 from anabranch.llm.cli.options import Option, add_command, new_app, options_of
 from anabranch.llm.cli.paint import Painter
+from anabranch.llm.cli.quantize import QuantizeOptions
 from anabranch.llm.cli.serve import ServeCommandOptions
 from anabranch.llm.engine.outputs import CompletionOutput
 
@@ -60,6 +61,7 @@ def generate(model: str, *arguments: str, **more: Any) -> Any:
 COMMANDS = [
     ("generate",),
     ("serve",),
+    ("quantize",),
     *(("bench", name) for name in (*ATTENTION, *BENCHES)),
 ]
 
@@ -78,6 +80,7 @@ def test_help_cuts_no_option_name(words: tuple[str, ...]) -> None:
 
 OPTIONS: dict[tuple[str, ...], type] = {
     ("generate",): GenerateOptions,
+    ("quantize",): QuantizeOptions,
     ("serve",): ServeCommandOptions,
     **{("bench", name): AttentionOptions for name in ATTENTION},
     **{("bench", name): kind for name, kind in BENCHES.items()},
