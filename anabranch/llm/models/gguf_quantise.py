@@ -77,7 +77,8 @@ def _encode(tensor: gguf.ReaderTensor, kind: Kind) -> np.ndarray[Any, Any]:
     if kind == Kind.Q8_0:
         return quantize(numbers.numpy(), kind)
     blocks = numbers.reshape(-1, PARTS, SIZE)
-    encoded = torch.cat([encode_q4_k(some) for some in blocks.split(ROWS)])
+    starts = range(0, len(blocks), ROWS)
+    encoded = torch.cat([encode_q4_k(blocks[start : start + ROWS]) for start in starts])
     return encoded.view(*numbers.shape[:-1], -1).numpy()
 
 

@@ -1,5 +1,7 @@
 """Weights written as safetensors, in files of a bounded size."""
 
+# pyright: reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import json
