@@ -19,6 +19,7 @@ Start with: anabranch generate "Why do rivers meander?"
 MODULES = {
     "generate": "anabranch.llm.cli.generate",
     "serve": "anabranch.llm.cli.serve",
+    "quantize": "anabranch.llm.cli.quantize",
     "bench": "anabranch.llm.bench.commands",
 }
 

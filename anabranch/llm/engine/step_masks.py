@@ -40,19 +40,21 @@ def step_masks(
     words = np.full((len(rows), num_words(vocab_size)), -1, np.int32)
     made = drafted.wait()["drafts"] if drafted is not None else None
     ends = np.cumsum([1 + runs[place].num_drafts for place in places]).tolist()
+    firsts = [end - 1 - runs[place].num_drafts for place, end in zip(places, ends, strict=True)]
+    rules = [rule for place in places if (rule := runs[place].seq.rules)]
+    states = [(rule.state, first) for rule, first in zip(rules, firsts, strict=True) if rule.state]
+    at_once = threads.fill(states, words)
     errors = dict[str, Exception]()
-
-    def fill(index: int) -> None:
-        run, end = runs[places[index]], ends[index]
-        drafts = run.seq.drafts if made is None else made[places[index]].tolist()
-        masks = words[end - 1 - run.num_drafts : end]
+    for place, rule, first, end in zip(places, rules, firsts, ends, strict=True):
+        run = runs[place]
+        drafts = run.seq.drafts if made is None else made[place].tolist()
+        first_made = at_once and rule.state is not None
         try:
-            assert run.seq.rules is not None
-            run.seq.rules.fill(masks, drafts[: run.num_drafts], run.draft_parents)
+            rule.fill(
+                words[first:end], drafts[: run.num_drafts], run.draft_parents, first_made=first_made
+            )
         except Exception as error:  # of this request alone
             errors[run.seq.request_id] = error
-
-    threads.run(fill, range(len(places)))
     return StepMasks(TokenMasks(np.array(rows, np.int64), words), errors)
 
 

@@ -21,6 +21,11 @@ class GrammarState:
         self._matcher = matcher
 
     @property
+    def matcher(self) -> Any:
+        """The library's own object, for masks of many states at once."""
+        return self._matcher
+
+    @property
     def over(self) -> bool:
         """Whether nothing can follow."""
         return self._matcher.is_stopped()
@@ -49,9 +54,13 @@ class GrammarState:
     def fill(self, words: Words) -> None:
         """Write the tokens that may follow, a bit each, the lowest first."""
         bits = self._matcher.compute_bitmask()
+        self.check()
+        words[:] = np.frombuffer(bits, np.int32, len(words))
+
+    def check(self) -> None:
+        """Raise if the last mask could not be made."""
         if self._matcher.is_error():
             raise GrammarError(f"the grammar took too much time or memory: {self._error()}")
-        words[:] = np.frombuffer(bits, np.int32, len(words))
 
     def _error(self) -> str:
         """The first line: the others show the state of the parser."""

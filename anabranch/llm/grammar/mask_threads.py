@@ -1,46 +1,51 @@
-"""Threads that make the masks of a step: the library of grammars works without Python's lock."""
+"""Masks of many grammars at once: the library's own threads, which do not need Python's lock.
+
+Of its calls for one grammar none gives the lock up, so threads of Python would take turns.
+"""
 
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Sequence
+from typing import Any
 
-MAX_THREADS = 8
-MIN_ITEMS = 4  # for each thread; waking one costs as much as a mask or two
+from anabranch.llm.grammar.grammar_state import GrammarState, Words
+
+MAX_THREADS = 16
+MIN_STATES = 2  # fewer are not worth waking threads
+SLOW_SECONDS = 0.02  # of a batch, after which some steps are made one by one, to find who is slow
+ALONE_STEPS = 8
 
 
 class MaskThreads:
-    """Runs many small pieces of work; the caller takes part in them."""
+    """Fills masks of a step."""
 
     def __init__(self, num_threads: int | None = None) -> None:
         self._num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
-        self._pool: ThreadPoolExecutor | None = None  # made for the first step that needs it
+        self._executor: Any | None = None  # made for the first step that needs it
+        self._alone = 0  # steps to come in which every mask is made and timed by itself
 
-    def run(self, work: Callable[[int], None], items: Sequence[int]) -> None:
-        """Call `work` with every item once, in any order; the first error is raised at the end."""
-        waiting = deque(items)
+    def fill(self, states: Sequence[tuple[GrammarState, int]], words: Words) -> bool:
+        """Write the mask of each state into its row of `words`; False if none was written."""
+        if len(states) < MIN_STATES or self._num_threads < 2:
+            return False
+        if self._alone:
+            self._alone -= 1
+            return False
+        began = time.perf_counter()
+        matchers = [(state.matcher, row) for state, row in states]
+        num_rows, num_words = words.shape
+        self._threads().unsafe_compute_mask_ptr(
+            matchers, words.ctypes.data, num_words * words.itemsize, num_rows
+        )
+        if time.perf_counter() - began > SLOW_SECONDS:
+            self._alone = ALONE_STEPS
+        return True
 
-        def take() -> None:
-            while waiting:
-                try:
-                    item = waiting.popleft()
-                except IndexError:  # another thread took the last
-                    return
-                work(item)
+    def _threads(self) -> Any:
+        if self._executor is None:
+            from llguidance import LLExecutor
 
-        helpers = min(self._num_threads, len(items) // MIN_ITEMS) - 1
-        begun = [self._helpers().submit(take) for _ in range(helpers)]
-        try:
-            take()
-        finally:
-            waiting.clear()
-            errors = [each.exception() for each in begun]
-        if error := next(filter(None, errors), None):
-            raise error
-
-    def _helpers(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_threads - 1, "masks")
-        return self._pool
+            self._executor = LLExecutor(num_threads=self._num_threads)
+        return self._executor

@@ -54,13 +54,28 @@ class TokenRules:
         """How many drafts, one after the other, the grammar takes."""
         return len(drafts) if self._grammar is None else self._grammar.num_valid(drafts)
 
-    def fill(self, masks: Words, drafts: Sequence[int], parents: Sequence[int]) -> None:
+    @property
+    def state(self) -> GrammarState | None:
+        """Of the grammar, if there is one and something can follow."""
+        return None if self._grammar is None or self._grammar.over else self._grammar
+
+    def fill(
+        self,
+        masks: Words,
+        drafts: Sequence[int],
+        parents: Sequence[int],
+        *,
+        first_made: bool = False,
+    ) -> None:
         """Write a mask for the next token, and one for what follows each draft.
 
-        `parents` of drafts are earlier drafts, or -1. What cannot be reached is left as it is.
+        `parents` of drafts are earlier drafts, or -1. What cannot be reached is left as it is. With
+        `first_made` the grammar's part of the first mask is there already.
         """
         began = time.thread_time()  # not the wall clock: others may have the core
-        self._fill(masks[0], ())
+        if first_made and self._grammar is not None:
+            self._grammar.check()
+        self._fill(masks[0], (), made=first_made)
         if not masks[0].any():
             raise GrammarError("no token may follow: the grammar, bad_words and allowed_token_ids")
         walk = _Walk(self._grammar)
@@ -76,8 +91,8 @@ class TokenRules:
                 f"{1e3 * SLOW_SECONDS:.0f} ms each"
             )
 
-    def _fill(self, mask: Words, path: Sequence[int]) -> None:
-        if self._grammar is not None:
+    def _fill(self, mask: Words, path: Sequence[int], *, made: bool = False) -> None:
+        if self._grammar is not None and not made:
             self._grammar.fill(mask)
         if self._allowed is not None:
             mask &= self._allowed

@@ -5,14 +5,12 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -28,8 +26,7 @@ from anabranch.llm.models.gguf_rows import GGUFRows
 from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer, has_known_words
 from anabranch.llm.models.packed_file import PLAIN, KeptWeight, write_packed
 from anabranch.llm.models.store import CONVERSION, Progress, make_once
-
-SHARD_BYTES = 4 * 2**30
+from anabranch.llm.models.weight_shards import save_weights
 
 
 def gguf_directory(path: Path, *, packed: bool = False, progress: Progress | None = None) -> Path:
@@ -67,7 +64,7 @@ def convert_gguf(
     if packed:
         write_packed(directory, _kept_weights(model, weights))
     else:
-        _save_weights(weights, directory)
+        save_weights(weights, directory)
     _generation_config(model).save_pretrained(directory)
 
 
@@ -80,35 +77,6 @@ def _kept_weights(
         part, shape = rows.find(weight), tuple(weight.shape)
         plain = KeptWeight(PLAIN, shape, weight.float() if part is None else weight)
         yield name, plain if part is None else KeptWeight(part.format, shape, part.data)
-
-
-def _save_weights(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
-    """Safetensors in shards, of which no more than one is in memory at a time."""
-    places: dict[str, str] = {}
-    total = 0
-    for number, shard in enumerate(_shards(weights), 1):
-        file = f"model-{number:05}.safetensors"
-        save_file(shard, directory / file, metadata={"format": "pt"})
-        places |= dict.fromkeys(shard, file)
-        total += sum(weight.nbytes for weight in shard.values())
-    files = sorted(set(places.values()))
-    if len(files) == 1:
-        (directory / files[0]).rename(directory / "model.safetensors")
-        return
-    index = {"metadata": {"total_size": total}, "weight_map": places}
-    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
-
-
-def _shards(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
-    shard: dict[str, torch.Tensor] = {}
-    held = 0
-    for name, weight in weights:
-        if shard and held + weight.nbytes > SHARD_BYTES:
-            yield shard
-            shard, held = {}, 0
-        shard[name] = weight
-        held += weight.nbytes
-    yield shard
 
 
 def _generation_config(model: GGUFModel) -> GenerationConfig:

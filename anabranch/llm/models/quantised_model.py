@@ -102,6 +102,10 @@ class Checkpoint:
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._files[name].get_tensor(name)
 
+    def names(self) -> list[str]:
+        """Of all tensors."""
+        return list(self._files)
+
     def layers(self) -> dict[str, set[str]]:
         """Names of tensors by what stands before their last dot."""
         found: dict[str, set[str]] = {}
@@ -129,7 +133,9 @@ class _Loader:
         self.quantised = {name: own for name, own in layers.items() if is_quantised(own)}
 
     def load(self) -> None:
-        linears = {name: x for name, x in _linears(self.model).items() if name in self.quantised}
+        linears = {
+            name: x for name, x in linear_layers(self.model).items() if name in self.quantised
+        }
         for module in linears.values():
             module.weight = None  # pyright: ignore[reportAttributeAccessIssue]
             module._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
@@ -209,7 +215,7 @@ class _Loader:
 def quantise_randomly(model: nn.Module, scheme: WeightScheme) -> int:
     """Give the linear layers of a model random codes of a format, in place; how many."""
     count = 0
-    for name, module in _linears(model).items():
+    for name, module in linear_layers(model).items():
         if _is_ignored(name, scheme):
             continue
         weight = module.weight
@@ -221,7 +227,8 @@ def quantise_randomly(model: nn.Module, scheme: WeightScheme) -> int:
     return count
 
 
-def _linears(model: nn.Module) -> dict[str, nn.Linear]:
+def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    """Plain linear layers of a model by name."""
     modules = cast("list[tuple[str, nn.Module]]", list(cast("Any", model).named_modules()))
     return {name: module for name, module in modules if type(module) is nn.Linear}
 

@@ -26,6 +26,7 @@ from anabranch.llm.cli.engine_options import ServingOptions
 from anabranch.llm.cli.generate import GenerateOptions
 from anabranch.llm.cli.options import Option, add_command, new_app, options_of
 from anabranch.llm.cli.paint import Painter
+from anabranch.llm.cli.quantize import QuantizeOptions
 from anabranch.llm.cli.serve import ServeCommandOptions
 from anabranch.llm.engine.outputs import CompletionOutput
 
@@ -62,6 +63,7 @@ def generate(model: str, *arguments: str, **more: Any) -> Any:
 COMMANDS = [
     ("generate",),
     ("serve",),
+    ("quantize",),
     *(("bench", name) for name in (*commands.OPTIONS, *commands.IN_SOURCE_TREE)),
 ]
 
@@ -80,6 +82,7 @@ def test_help_cuts_no_option_name(words: tuple[str, ...]) -> None:
 
 OPTIONS: dict[tuple[str, ...], type] = {
     ("generate",): GenerateOptions,
+    ("quantize",): QuantizeOptions,
     ("serve",): ServeCommandOptions,
     **{("bench", name): AttentionOptions for name in ATTENTION},
     **{("bench", name): kind for name, kind in (commands.OPTIONS | ENGINE).items()},

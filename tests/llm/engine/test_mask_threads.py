@@ -1,43 +1,67 @@
-"""Threads that share the masks of a step."""
+"""Masks of many grammars at once are those of each alone."""
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-
+import numpy as np
 import pytest
 
-from anabranch.llm.grammar.mask_threads import MIN_ITEMS, MaskThreads
+pytest.importorskip("llguidance")
+
+from server_models import tiny_tokenizer
+
+from anabranch.llm.grammar import mask_threads
+from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
+from anabranch.llm.grammar.grammar_state import GrammarState, Words
+from anabranch.llm.grammar.mask_threads import MaskThreads
+from anabranch.llm.grammar.structured_outputs import StructuredOutputs
+from anabranch.llm.grammar.token_rules import num_words
+
+FORMS = ({"json_object": True}, {"regex": "[a-z]{3,9}"}, {"choice": ("yes", "no", "never")})
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 5])
-@pytest.mark.parametrize("num_items", [0, 1, MIN_ITEMS, 3 * MIN_ITEMS, 100])
-def test_every_item_is_done_once(num_threads: int, num_items: int) -> None:
-    threads, done = MaskThreads(num_threads), list[int]()
-    for _ in range(2):
-        threads.run(done.append, range(num_items))
-    assert Counter(done) == {item: 2 for item in range(num_items)}
+def states_of(count: int) -> tuple[list[GrammarState], int]:
+    tokenizer = tiny_tokenizer()
+    size = len(tokenizer)
+    compiler = GrammarCompiler(tokenizer, size, [tokenizer.eos_token_id])
+    forms = [compiler.compile(StructuredOutputs(**form)) for form in FORMS]
+    return [forms[place % len(forms)].begin() for place in range(count)], size
 
 
-def test_threads_work_beside_each_other() -> None:
-    """No item ends before others have begun; alone, the first would wait for ever."""
-    together = threading.Barrier(3, timeout=60)
-    seen = set[int]()
-
-    def work(item: int) -> None:
-        seen.add(threading.get_ident())
-        if item < 3:
-            together.wait()
-
-    MaskThreads(3).run(work, range(3 * MIN_ITEMS))
-    assert len(seen) == 3 and threading.get_ident() in seen
+def alone(states: list[GrammarState], size: int) -> Words:
+    words = np.zeros((len(states), num_words(size)), np.int32)
+    for state, row in zip(states, words, strict=True):
+        state.fill(row)
+    return words
 
 
-@pytest.mark.parametrize("broken", range(2 * MIN_ITEMS))
-def test_errors_are_raised(broken: int) -> None:
-    def work(item: int) -> None:
-        if item == broken:
-            raise ValueError(f"item {item}")
+@pytest.mark.parametrize("num_threads", [2, 5])
+def test_masks_of_many_are_those_of_each(num_threads: int) -> None:
+    (states, size), threads = states_of(7), MaskThreads(num_threads)
+    for _ in range(3):
+        wanted = alone(states, size)
+        words = np.full((9, num_words(size)), -1, np.int32)
+        assert threads.fill([(state, 1 + row) for row, state in enumerate(states)], words)
+        np.testing.assert_array_equal(words[1:8], wanted)
+        assert (words[[0, 8]] == -1).all()
+        for state, row in zip(states, wanted, strict=True):
+            bits = np.unpackbits(row.view(np.uint8), bitorder="little")
+            state.accept(int(bits.nonzero()[0][0]))
 
-    with pytest.raises(ValueError, match=f"item {broken}"):
-        MaskThreads(2).run(work, range(2 * MIN_ITEMS))
+
+def test_one_mask_or_one_thread_is_left_to_the_caller() -> None:
+    states, size = states_of(2)
+    words = np.full((2, num_words(size)), -1, np.int32)
+    assert not MaskThreads(4).fill([(states[0], 0)], words)
+    assert not MaskThreads(1).fill([(states[0], 0), (states[1], 1)], words)
+    assert (words == -1).all()
+
+
+def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the time of each is known, and who is too slow ends."""
+    (states, size), threads = states_of(2), MaskThreads(2)
+    words = np.full((2, num_words(size)), -1, np.int32)
+    rows = [(state, row) for row, state in enumerate(states)]
+    monkeypatch.setattr(mask_threads, "SLOW_SECONDS", -1.0)
+    assert threads.fill(rows, words)
+    assert [threads.fill(rows, words) for _ in range(mask_threads.ALONE_STEPS)].count(True) == 0
+    assert threads.fill(rows, words)

@@ -90,7 +90,7 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
 def test_large_models_are_converted_in_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anabranch.llm.models.gguf_file.SHARD_BYTES", 50_000)
+    monkeypatch.setattr("anabranch.llm.models.weight_shards.SHARD_BYTES", 50_000)
     model = tiny_llama()
     convert_gguf(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
