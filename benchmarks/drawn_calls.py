@@ -17,12 +17,11 @@ import time
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from attention_bench.peers.site import find_library, has_folder
-from drawn_shapes import KINDS, DrawnCall, draw_calls
+from drawn_shapes import KINDS, DrawnCall, by_kind, draw_calls
 from hopper import index, interleaved, values
 from rows import header, save_rows
 
@@ -184,20 +183,6 @@ def compile_share(calls: list[DrawnCall], share: int) -> None:
     torch.cuda.synchronize()
 
 
-def summary(rows: list[dict[str, object]]) -> list[str]:
-    """Median, worst twentieth and worst ratio of every kind, and of all."""
-    lines = []
-    for kind in (*KINDS, "all"):
-        ratios = sorted(row["ratio"] for row in rows if kind in (row["kind"], "all"))
-        if ratios:
-            low = ratios[len(ratios) // 20]
-            lines.append(
-                f"{kind:8} {len(ratios):4} calls  median {median(ratios):.3f}  "
-                f"worst twentieth {low:.3f}  worst {ratios[0]:.3f}"
-            )
-    return lines
-
-
 def main() -> int:
     """Draw, compile, time, print and write; 1 if a row differs from the peer's."""
     parser = argparse.ArgumentParser(
@@ -232,7 +217,11 @@ def main() -> int:
         print(" | ".join(f"{name} {value}" for name, value in rows[-1].items()), flush=True)
         torch.cuda.empty_cache()
     save_rows(options.out, header() | {"seed": options.seed}, rows)
-    print("\n".join(summary([row for row in rows if "ratio" in row])))
+    for each in by_kind([row for row in rows if "ratio" in row]):
+        print(
+            f"{each.kind:8} {each.count:4} calls  median {each.median:.3f}  "
+            f"worst twentieth {each.worst_twentieth:.3f}  worst {each.worst:.3f}"
+        )
     wrong = [row["case"] for row in rows if not row.get("error", 0.0) < MOST_ERROR]
     print("rows that differ from the peer's:", ", ".join(map(str, wrong)) or "none")
     return int(bool(wrong))

@@ -6,9 +6,12 @@ looked at shows how they do between those.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import exp, log
 from random import Random
+from statistics import median
+from typing import Any, NamedTuple
 
 MOST_BYTES = 3e9  # of keys and values
 MOST_FLOPS = 4e12
@@ -160,3 +163,23 @@ def draw_calls(seed: int, count: int, kinds: tuple[str, ...] = KINDS) -> list[Dr
     """So many calls, of the kinds in turn."""
     rng = Random(seed)
     return [draw_call(rng, kinds[i % len(kinds)]) for i in range(count)]
+
+
+class KindRatios(NamedTuple):
+    """The distribution of ratios over the calls of a kind."""
+
+    kind: str
+    count: int
+    median: float
+    worst_twentieth: float
+    worst: float
+
+
+def by_kind(rows: Sequence[Mapping[str, Any]]) -> Iterator[KindRatios]:
+    """Every kind that has rows, and all of them."""
+    for kind in (*KINDS, "all"):
+        ratios = sorted(row["ratio"] for row in rows if kind in (row["kind"], "all"))
+        if ratios:
+            yield KindRatios(
+                kind, len(ratios), median(ratios), ratios[len(ratios) // 20], ratios[0]
+            )

@@ -13,6 +13,7 @@ from attention_bench.case_results import Results, Row
 from attention_bench.case_table import make_table
 from attention_bench.cases import BENCHES
 from attention_bench.grids import COMPOSITIONS
+from drawn_table import drawn_section
 from engine_tables import engine_section
 from figures import figures_of
 from headlines import headline_section
@@ -34,6 +35,7 @@ def sections_of(root: Path) -> dict[str, str]:
     """The text of each marked section that has results."""
     sections = {bench: _attention_section(x) for bench, x in newest_results(root).items()}
     others = (
+        ("drawn", drawn_section),
         ("engine", engine_section),
         ("headlines", headline_section),
         ("hopper", hopper_section),
@@ -82,10 +84,12 @@ def write(root: Path) -> int:
     if find_spec("matplotlib") is None:
         print("no plots without matplotlib: pip install 'anabranch[bench]'", file=sys.stderr)
         return 0
+    from drawn_table import draw_ratios
     from figure_plots import draw_figures
     from tree_plot import draw_trees
 
     draw_trees(root)
+    draw_ratios(root)
     for results in newest_results(root).values():
         draw_figures(results, root / "docs" / "plots")
     return 0

@@ -7,6 +7,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from drawn_table import drawn_results
 from hopper_table import hopper_results
 
 ATTENTION = {
@@ -26,6 +27,7 @@ def headline_section(root: Path) -> str | None:
         for bench, label in ATTENTION.items()
         for path in sorted(folder.glob(f"*-{bench}.json"))
     ]
+    rows += _drawn_row(root)
     rows += _hopper_rows(root)
     rows += [_latent_row(path) for path in folder.glob("latent/h200.json")]
     rows += [_fp8_row(path) for path in folder.glob("latent/h200-formats.json")]
@@ -48,6 +50,16 @@ def _attention_row(path: Path, label: str) -> str:
     ratios = [row["ratio"] for row in cases.values()]
     peers = sorted({row["best_peer"].removesuffix(" paged") for row in cases.values()})
     return _row(label, ratios, ", ".join(peers), results["header"])
+
+
+def _drawn_row(root: Path) -> list[str]:
+    """Calls that nobody chose."""
+    results = drawn_results(root)
+    if results is None:
+        return []
+    ratios = [row["ratio"] for row in results["rows"]]
+    label = f"{len(ratios)} calls drawn at random"
+    return [_row(label, ratios, "FA3, cuDNN, FlashMLA", results["header"])]
 
 
 def _hopper_rows(root: Path) -> list[str]:
