@@ -19,6 +19,7 @@ from anabranch.llm.bench import commands
 from anabranch.llm.cli.command_group import MODULES
 from anabranch.llm.cli.generate import GenerateOptions
 from anabranch.llm.cli.options import options_of
+from anabranch.llm.cli.quantize import QuantizeOptions
 from anabranch.llm.cli.serve import ServeCommandOptions
 from anabranch.merge import IMPLEMENTATIONS
 from anabranch.producers import PRODUCERS
@@ -32,6 +33,7 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "benchmarks" / "README.md", *ROOT.glob("
 COMMANDS: dict[str, type] = {
     "generate": GenerateOptions,
     "serve": ServeCommandOptions,
+    "quantize": QuantizeOptions,
     **{f"bench {name}": kind for name, kind in (commands.OPTIONS | ENGINE).items()},
     **{f"bench {name}": AttentionOptions for name in ATTENTION},
 }
