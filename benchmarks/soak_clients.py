@@ -26,12 +26,13 @@ HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: appli
 BODY = HEAD + b'Content-Length: 90\r\n\r\n{"prompt": "'
 PROMPT = [(place * 7 + place * place) % 12 + 4 for place in range(900)]  # tokens of every family
 NEVER = [f"{place:x}~zq{'y' * 20}" for place in range(256)]  # as many stop strings as are taken
-ATTACKS: dict[str, tuple[int, dict[str, Any]]] = {  # the status to expect, and a body
+# The status to expect, and a body; the smallest vocabulary has 17 tokens.
+ATTACKS: dict[str, tuple[int, dict[str, Any]]] = {
     "stops": (200, {"prompt": "hello", "max_tokens": 40, "n": 4, "stop": NEVER}),
     "too many stops": (400, {"prompt": "hello", "stop": [f"{i:x}~zq~" for i in range(200_000)]}),
-    "prompt logprobs": (200, {"prompt": PROMPT, "max_tokens": 1, "n": 8, "prompt_logprobs": 20}),
-    "echoes": (200, {"prompt": PROMPT, "max_tokens": 2, "n": 4, "echo": True, "logprobs": 20}),
-    "too many echoes": (400, {"prompt": PROMPT, "n": 64, "echo": True, "logprobs": 20}),
+    "prompt logprobs": (200, {"prompt": PROMPT, "max_tokens": 1, "n": 8, "prompt_logprobs": 16}),
+    "echoes": (200, {"prompt": PROMPT, "max_tokens": 2, "n": 4, "echo": True, "logprobs": 16}),
+    "too many echoes": (400, {"prompt": PROMPT, "n": 64, "echo": True, "logprobs": 16}),
 }
 
 
