@@ -6,7 +6,8 @@
 
 Answers are long JSON arrays of objects. A model without a tokenizer gets one with the words of
 --tokenizer, or SmolLM2's, and numbers up to its vocabulary. Runs alternate; the medians of their
-steps are compared, and the means.
+steps are compared, and the means, and the time of cores: on a busy machine it alone is a measure,
+with OMP_NUM_THREADS=1, since threads that wait for others count as well.
 """
 
 from __future__ import annotations
@@ -62,20 +63,20 @@ def lend_tokenizer(llm: LLM, source: Path | None) -> None:
     object.__setattr__(llm.engine.admission, "grammars", compiler)
 
 
-def step_times(llm: LLM, batch: int, share: float, tokens: int) -> list[float]:
-    """Seconds of each decode step of a batch, of which a share is constrained."""
+def step_times(llm: LLM, batch: int, share: float, tokens: int) -> list[tuple[float, float]]:
+    """Seconds of each decode step of a batch, of which a share is constrained; and of its cores."""
     constrained = round(batch * share)
     common: dict[str, Any] = {"max_tokens": tokens, "ignore_eos": True, "temperature": 1.0}
-    engine, times = llm.engine, list[float]()
+    engine, times = llm.engine, list[tuple[float, float]]()
     for place in range(batch):
         rules = {"structured_outputs": {"json": SCHEMA}} if place < constrained else {}
         prompt = [5 + place % 50, *range(10, 42)]
         params = SamplingParams(**common, **rules, seed=place)
         engine.add_request(f"{time.perf_counter()}-{place}", prompt, params)
     while engine.has_work:
-        began = time.perf_counter()
+        began, worked = time.perf_counter(), time.process_time()
         engine.step()
-        times.append(time.perf_counter() - began)
+        times.append((time.perf_counter() - began, time.process_time() - worked))
     return times[4:-4]
 
 
@@ -87,14 +88,16 @@ def rows(args: argparse.Namespace) -> Any:
         lend_tokenizer(llm, args.tokenizer)
     for share in SHARES:
         step_times(llm, args.batch, share, 16)  # warms up
-    times: dict[float, list[float]] = {share: [] for share in SHARES}
+    times: dict[float, list[tuple[float, float]]] = {share: [] for share in SHARES}
     for _ in range(args.rounds):
         for share in SHARES:
             times[share] += step_times(llm, args.batch, share, args.tokens)
-    medians = {share: statistics.median(found) for share, found in times.items()}
-    means = {share: statistics.fmean(found) for share, found in times.items()}
+    walls = {share: [wall for wall, _ in found] for share, found in times.items()}
+    medians = {share: statistics.median(found) for share, found in walls.items()}
+    means = {share: statistics.fmean(found) for share, found in walls.items()}
+    worked = {share: statistics.fmean(core for _, core in times[share]) for share in SHARES}
     graphs = llm.stats.num_graph_steps / llm.stats.num_steps
-    for share, found in times.items():
+    for share, found in walls.items():
         yield {
             "model": args.model,
             "batch": args.batch,
@@ -106,6 +109,8 @@ def rows(args: argparse.Namespace) -> Any:
             "step_ms_p99": round(1e3 * sorted(found)[int(0.99 * len(found))], 3),
             "cost": round(medians[share] / medians[0.0] - 1, 4),
             "cost_of_mean": round(means[share] / means[0.0] - 1, 4),
+            "core_ms": round(1e3 * worked[share], 3),
+            "cost_of_cores": round(worked[share] / worked[0.0] - 1, 4),
         }
 
 

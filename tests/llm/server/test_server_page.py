@@ -423,6 +423,18 @@ def test_reasoning_is_folded_and_calls_are_shown(page: Browser) -> None:
     body = chunk({"content": "", "tool_calls": [call]}, "x", finish="tool_calls")
     page.fulfil(page.held(), body + "data: [DONE]\n\n", kind="text/event-stream")
     until(lambda: texts(page, ".call h4") == ["Calls now"])
+    until(lambda: answered(page, 2))
+    assert "tool's answer" in texts(page, ".note p")[0] and not typed(page)
+    say(page, "12", 8)
+    held = page.held()
+    sent = page.posted(CHAT)[-1]["messages"]
+    made = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    assert sent[-2:] == [
+        {"role": "assistant", "content": None, "tool_calls": [made]},
+        {"role": "tool", "tool_call_id": "1", "content": "12"},
+    ]
+    page.fulfil(held, events("It is 12."), kind="text/event-stream")
+    until(lambda: answered(page, 3))
 
 
 def test_json_is_shown_as_code(page: Browser) -> None:

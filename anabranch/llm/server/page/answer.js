@@ -2,7 +2,7 @@
 
 import { highlightCode } from "./code.js";
 import { markdownOf } from "./markdown.js";
-import { callNodes, isJson, jsonNodes, thoughtNode } from "./special_answers.js";
+import { callNodes, isJson, jsonNodes, textNodes, thoughtNode } from "./special_answers.js";
 import { makeInspectable, tokenSpan } from "./tokens.js";
 
 const PAUSE_MS = 150; // between two renderings of an unfinished answer
@@ -44,6 +44,10 @@ export class Answer {
     this.rendering ??= this.renderLater();
   }
 
+  get hasContent() {
+    return Boolean(this.said || this.calls.length);
+  }
+
   async finish() {
     this.pause = 0;
     await this.rendering;
@@ -73,7 +77,7 @@ export class Answer {
     const early = this.thought ? tokens.filter((token) => token.early) : [];
     const later = this.thought ? tokens.filter((token) => !token.early) : tokens;
     const thought = early.length ? [thoughtNode(early, !this.said)] : [];
-    if (this.calls.length) return [...thought, ...callNodes(this.calls)];
+    if (this.calls.length) return [...thought, ...textNodes(this.said), ...callNodes(this.calls)];
     const text = later.map((token) => token.text).join("");
     if (isJson(text)) return [...thought, ...jsonNodes(later)];
     return [...thought, ...(text ? await markdownOf(later, this.key) : [])];

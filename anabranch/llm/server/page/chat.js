@@ -3,6 +3,7 @@
 import { Answer } from "./answer.js";
 import { exportConversation, keepConversation } from "./conversations.js";
 import { showHistory } from "./history.js";
+import { messagesOf } from "./messages.js";
 import { streamChat } from "./stream.js";
 import { forgetToken } from "./tokens.js";
 import { button, Turn } from "./turn.js";
@@ -48,22 +49,21 @@ function parsed(name) {
   }
 }
 
+function recordOf(turn) {
+  return { asked: turn.asked, ...turn.answer.record };
+}
+
 function conversation() {
-  const made = turns.map((turn) => ({ asked: turn.asked, ...turn.answer.record }));
+  const made = turns.map(recordOf);
   const title = turns[0]?.asked.slice(0, 60) ?? "Empty";
   id ??= `${Date.now()}`;
   return { id, title, system: find("system").value.trim(), turns: made };
 }
 
-function messagesOf(turn) {
-  return [{ role: "user", content: turn.asked }, { role: "assistant", content: turn.answer.said }];
-}
-
 function messagesFor(turn, continues) {
-  const system = find("system").value.trim();
-  const before = turns.filter((each) => each !== turn).flatMap(messagesOf);
-  const last = continues ? messagesOf(turn) : [{ role: "user", content: turn.asked }];
-  return [...(system ? [{ role: "system", content: system }] : []), ...before, ...last];
+  const before = turns.filter((each) => each !== turn).map(recordOf);
+  const last = continues ? recordOf(turn) : { asked: turn.asked };
+  return messagesOf(find("system").value.trim(), [...before, last]);
 }
 
 function setRunning(controller) {
@@ -108,7 +108,7 @@ async function ask(asked, former = null) {
   if (running !== controller) return; // a new chat was begun
   setRunning(null);
   const stopped = error?.name === "AbortError";
-  if (turn.answer.said && (!error || stopped)) keep(turn, former, stopped);
+  if (turn.answer.hasContent && (!error || stopped)) keep(turn, former, stopped);
   else giveUp(turn, former, error);
 }
 
@@ -116,6 +116,7 @@ function keep(turn, former, stopped) {
   former?.remove();
   turns = [...turns, turn];
   if (stopped) turn.note("Stopped. The conversation goes on from here.");
+  else if (turn.answer.calls.length) turn.note("Your next message is sent as the tool's answer.");
   finish(turn);
   keepConversation(conversation());
   showHistory(open);

@@ -1,5 +1,7 @@
 // Conversations kept in this browser, and nowhere else.
 
+import { messagesOf } from "./messages.js";
+
 const KEY = "anabranch-conversations";
 const MOST = 50;
 
@@ -29,11 +31,7 @@ export function dropConversation(id) {
 }
 
 export function exportConversation(conversation) {
-  const messages = conversation.turns.flatMap((turn) => [
-    { role: "user", content: turn.asked },
-    { role: "assistant", content: turn.said },
-  ]);
-  if (conversation.system) messages.unshift({ role: "system", content: conversation.system });
+  const messages = messagesOf(conversation.system, conversation.turns);
   const text = JSON.stringify({ title: conversation.title, messages }, null, 2);
   const link = document.createElement("a");
   link.href = URL.createObjectURL(new Blob([text], { type: "application/json" }));

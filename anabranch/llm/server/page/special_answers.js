@@ -24,6 +24,11 @@ export function jsonNodes(tokens) {
   return [codeBlock(block)];
 }
 
+// What is said before calls, whose tokens are not known apart from theirs.
+export function textNodes(said) {
+  return said.trim() ? [made("p", "said", said.trim())] : [];
+}
+
 export function callNodes(calls) {
   return calls.map(({ name, said }) => {
     const call = made("div", "call");
