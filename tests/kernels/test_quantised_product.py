@@ -246,6 +246,21 @@ def test_operator_is_well_formed() -> None:
     )
 
 
+def test_compiles_once_for_any_number_of_rows() -> None:
+    linear = torch.nn.Linear(128, 64, bias=False, device="meta")
+    set_quantised(linear, QuantisedWeight(random_codes("int4", 64, 128), dtype=BRAIN))
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x: 2 * linear.gated(x), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for rows in (3, 1):  # one row is compiled by itself
+        compiled(torch.randn(rows, 128).to(DEVICE, BRAIN))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for rows in (5, 1, 40, MOST_ROWS + 1):
+            x = torch.randn(rows, 128).to(DEVICE, BRAIN)
+            assert torch.equal(compiled(x), 2 * linear.gated(x))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("m", [1, 8, 16, 17, 64, 200, 300])
