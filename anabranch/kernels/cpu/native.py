@@ -30,6 +30,7 @@ SIGNATURES = {
     "run_layers": (*[POINTER] * 5, *[LONG] * 4, INT),
     "attend_pages": (*[POINTER] * 15, FLOAT, INT),
     "encode_rows": (*[POINTER] * 5, INT),
+    "ban_tokens": (*[POINTER] * 3, *[LONG] * 4),
 }
 NUMBERED = {"packed_rows", "run_layers", "attend_pages", "encode_rows"}  # that return a number
 _log = logging.getLogger(__name__)
