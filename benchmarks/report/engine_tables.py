@@ -219,5 +219,5 @@ TABLES: dict[str, Callable[[dict[str, Any]], Table]] = {
     "serve/*scorers": _serve,
     "engine/cpu": _cpu,
     "engine/*tree": _tree,
-    "serve/*soak": _soak,
+    "serve/*[!r]-soak": _soak,  # those of server-soak have rows of other kinds
 }

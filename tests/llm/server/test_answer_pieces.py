@@ -98,6 +98,18 @@ def test_calls_are_found(case: str, size: int) -> None:
     assert text_of(pieces) == content
 
 
+@pytest.mark.parametrize("after", ["", "\n"])
+@pytest.mark.parametrize("case", CASES)
+def test_calls_are_found_in_an_answer_that_comes_at_once(case: str, after: str) -> None:
+    """White space after a call is no text."""
+    written, text, content, calls = CASES[case]
+    pieces = joined(ToolParser(written).push(text + after, final=True))
+    assert calls_of(pieces) == calls
+    assert text_of(pieces).rstrip("\n") == content.rstrip("\n")
+    if calls and not content:
+        assert not text_of(pieces)
+
+
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize(
     ("text", "opened", "reasoning", "content"),
