@@ -154,7 +154,6 @@ class AttendProgram:
 
     @property
     def options(self) -> dict[str, int]:
-        """Of a launch."""
         options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
         return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
 
