@@ -139,7 +139,12 @@ SPILLS = {
 # tiles are checked for keeping theirs.
 MORE_SPILLS = {
     (3, 7): {
-        (ATTEND, "sm_90"): {"decode": 48, "decode fp8_tensor": 64, "decode latent, 64 rows": 648},
+        (ATTEND, "sm_90"): {
+            "decode": 48,
+            "decode fp8": 64,
+            "decode one sequence of int8": 56,
+            "decode latent, 64 rows": 648,
+        },
         (HOPPER_EXPERTS, "sm_90"): {"256 experts": 48},  # in the producer, once a tile
         (SCHEDULE, "sm_90"): {"packed": 8},  # before its loops
         (MERGE, "sm_100"): {"eight": 8},  # for 72 registers
