@@ -57,8 +57,10 @@ def guess_tokens(call: AttendCall, options: PlanOptions) -> tuple[float, int]:
     num_seqs = max(call.keys.num_seqs, 1)
     if options.rows_per_seq is not None:
         return options.rows_per_seq * call.keys.num_kv_heads / num_heads, 0
+    if options.batch_invariant:  # padding tokens must not change bits
+        return BLOCK_M.value, 0
     is_mixed = call.view.page_table is not None and num_tokens % num_seqs != 0
-    if is_mixed and num_tokens > num_seqs and not options.batch_invariant:
+    if is_mixed and num_tokens > num_seqs:
         return num_tokens - num_seqs + 1, num_seqs - 1
     return num_tokens / num_seqs, 0
 

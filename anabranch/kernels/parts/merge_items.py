@@ -54,7 +54,7 @@ def merge_items(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cut_ptr"])
 def merge_items_kernel(
     results,  # StateRows
     order_ptr,  # as order.py lays it out

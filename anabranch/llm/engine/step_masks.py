@@ -43,7 +43,10 @@ def step_masks(
     firsts = [end - 1 - runs[place].num_drafts for place, end in zip(places, ends, strict=True)]
     rules = [rule for place in places if (rule := runs[place].seq.rules)]
     states = [(rule.state, first) for rule, first in zip(rules, firsts, strict=True) if rule.state]
-    at_once = threads.fill(states, words)
+    try:
+        at_once = threads.fill(states, words)
+    except Exception:  # of whichever request: each is asked by itself then
+        at_once = False
     errors = dict[str, Exception]()
     for place, rule, first, end in zip(places, rules, firsts, ends, strict=True):
         run = runs[place]

@@ -14,7 +14,7 @@ from anabranch.llm.grammar.grammar_state import GrammarState, Words
 
 MAX_THREADS = 16
 MIN_STATES = 2  # fewer are not worth waking threads
-SLOW_SECONDS = 0.02  # of a batch, after which some steps are made one by one, to find who is slow
+SLOW_SECONDS = 0.02  # of a thread's mask on average, after which some steps are made one by one
 ALONE_STEPS = 8
 
 
@@ -33,13 +33,15 @@ class MaskThreads:
         if self._alone:
             self._alone -= 1
             return False
-        began = time.perf_counter()
+        threads = self._threads()
         matchers = [(state.matcher, row) for state, row in states]
         num_rows, num_words = words.shape
-        self._threads().unsafe_compute_mask_ptr(
+        began = time.perf_counter()
+        threads.unsafe_compute_mask_ptr(
             matchers, words.ctypes.data, num_words * words.itemsize, num_rows
         )
-        if time.perf_counter() - began > SLOW_SECONDS:
+        rounds = -(-len(states) // self._num_threads)
+        if time.perf_counter() - began > SLOW_SECONDS * rounds:  # to find out who is slow
             self._alone = ALONE_STEPS
         return True
 

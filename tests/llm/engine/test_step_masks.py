@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from anabranch.llm.engine.step_masks import step_masks
+from anabranch.llm.grammar.mask_threads import MaskThreads
 
 VOCAB = 40  # two words
 
@@ -16,11 +17,14 @@ VOCAB = 40  # two words
 class Rules:
     """Marks its masks with a number, and keeps what it was asked for."""
 
+    state = None  # of a grammar that threads could fill
+
     def __init__(self, mark: int) -> None:
         self.mark = mark
         self.asked: list[Any] = []
 
-    def fill(self, masks: Any, drafts: Any, parents: Any) -> None:
+    def fill(self, masks: Any, drafts: Any, parents: Any, *, first_made: bool) -> None:
+        assert not first_made
         self.asked = [list(drafts), list(parents)]
         for place in range(len(masks)):
             masks[place] = 100 * self.mark + place
@@ -58,7 +62,7 @@ def test_rows_of_several_sequences(padded: bool, on_device: bool) -> None:
         if on_device:
             each.seq.drafts = []  # only the device knows them
     brought = cast("Any", SimpleNamespace(wait=lambda: {"drafts": drafted})) if on_device else None
-    masks, failed = step_masks(runs, batch_of(runs, padded), VOCAB, brought)
+    masks, failed = step_masks(runs, batch_of(runs, padded), VOCAB, brought, MaskThreads(1))
     assert masks is not None and not failed
     starts = [0, 3, 6, 9, 12] if padded else [0, 2, 5, 7, 8]
     expected = [(starts[1] + row, 100 + row) for row in range(3)]
@@ -74,11 +78,43 @@ def test_rows_of_several_sequences(padded: bool, on_device: bool) -> None:
 
 def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     runs = [run("bad", 9, [1]), run("good", 1, [])]
-    masks, failed = step_masks(runs, batch_of(runs, padded=False), VOCAB, None)
+    masks, failed = step_masks(runs, batch_of(runs, padded=False), VOCAB, None, MaskThreads(1))
     assert masks is not None and list(failed) == ["bad"]
     assert masks.words[2, 0] == 100
 
 
 def test_nothing_is_made_where_nobody_has_rules() -> None:
     runs = [run("a", None, []), run("over", 1, [], finished=True)]
-    assert step_masks(runs, batch_of(runs, padded=False), VOCAB, None) == (None, {})
+    made = step_masks(runs, batch_of(runs, padded=False), VOCAB, None, MaskThreads(1))
+    assert made == (None, {})
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_masks_that_threads_make_are_kept(raises: bool) -> None:
+    """Those of grammars that are over, and all of them where the threads fail, are made alone."""
+
+    class Threads:
+        def fill(self, states: Any, words: Any) -> bool:
+            for state, row in states:
+                words[row] = state
+            if raises:
+                raise ValueError("a buffer of the wrong size")
+            return True
+
+    class Grammar(Rules):
+        made = False
+
+        def fill(self, masks: Any, drafts: Any, parents: Any, *, first_made: bool) -> None:
+            self.made = first_made
+            if not first_made:
+                super().fill(masks, drafts, parents, first_made=False)
+
+    runs = [run("a", 1, []), run("over", 2, []), run("b", 3, [])]
+    for each, state in zip(runs, (7, None, 8), strict=True):
+        each.seq.rules = Grammar(each.seq.rules.mark)
+        each.seq.rules.state = state
+    threads = cast("Any", Threads())
+    masks, failed = step_masks(runs, batch_of(runs, padded=False), VOCAB, None, threads)
+    assert masks is not None and not failed
+    assert masks.words[:, 0].tolist() == ([100, 200, 300] if raises else [7, 200, 8])
+    assert [each.seq.rules.made for each in runs] == [not raises, False, not raises]
