@@ -39,7 +39,7 @@ SCHEDULE = "anabranch.kernels.schedule.schedule"
 # Cases that stand for all on other GPUs. Tiles are chosen for Hopper and later: elsewhere, decoding
 # must compile and fit.
 DECODE = [
-    "decode 128/128 bfloat16, 4 rows, 1024 pairs",
+    "decode 128/128 bfloat16, 8 rows, 1024 pairs",
     "decode 256/256 bfloat16, 32 rows, 1024 pairs",
     "decode with every rule and prior states",
     "decode latent, 16 rows",
@@ -87,7 +87,7 @@ SOME = {
 # The cases of every kind of program, where fewer are asked for: the newest Triton in CI.
 FEW = {
     (ATTEND, "sm_90"): [
-        "decode 128/128 bfloat16, 4 rows, 1024 pairs",
+        "decode 128/128 bfloat16, 8 rows, 1024 pairs",
         "decode 128/128 bfloat16, 8 rows, 64 pairs",
         "decode 256/256 bfloat16, 32 rows, 1024 pairs",
         "decode with every rule and prior states",

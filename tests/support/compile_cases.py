@@ -323,14 +323,14 @@ def latent_cases(_: int) -> Iterator[Case]:
     yield "every rule", partial(launch, 16, 16, False, every_rule)
 
 
-def merge_items_cases(_: int) -> Iterator[Case]:
+def merge_items_cases(shared_memory: int) -> Iterator[Case]:
     """Heads of one power of two, and of two."""
 
     def launch(dim: int, packing: Packing) -> None:
         constants = hopper_constants(
             select_tiles(dim, dim), causal=True, packing=packing, num_heads=28, num_kv_heads=4,
             page_size=16, head_dim_k=dim, head_dim_v=dim, num_programs=132, fused=False,
-            overlap=True,
+            overlap=shared_memory >= 227 * 1024,
         )  # fmt: skip
         merge_items(rows_of(28, dim), ints(1024), 33, constants)
 

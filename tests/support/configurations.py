@@ -10,7 +10,7 @@ from anabranch.kernels.config import AttendConfig, select_attend
 def every_attend_config() -> dict[AttendConfig, tuple[float, int, tuple[int, int], int]]:
     """Each configuration, and the widest call that selects it: rows, pairs, head dims, itemsize."""
     calls = product(
-        (4.0, 8.0, 32.0, 64.0, 1024.0, 32768.0),
+        (4.0, 8.0, 16.0, 32.0, 64.0, 1024.0, 32768.0),
         (8, 64, 1024),
         ((64, 64), (128, 128), (192, 128), (256, 256)),
         (2, 4),

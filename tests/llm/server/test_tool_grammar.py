@@ -90,6 +90,14 @@ def written(name: str, *calls: tuple[str, Any]) -> str:
             return "; ".join(plain)
         case "mistral":
             return f"[TOOL_CALLS][{', '.join(plain)}]"
+        case "mistral-v11":
+            return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(given)}" for name, given in calls)
+        case "deepseek-v3.1":
+            inner = "".join(
+                f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(given)}<｜tool▁call▁end｜>"
+                for name, given in calls
+            )
+            return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
         case "deepseek":
             inner = "".join(
                 f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(given)}"
@@ -97,10 +105,10 @@ def written(name: str, *calls: tuple[str, Any]) -> str:
                 for name, given in calls
             )
             return f"<｜tool▁calls▁begin｜>{inner}<｜tool▁calls▁end｜>"
-        case _:
+        case _:  # what closes a call ends the answer
             return "".join(
                 f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
-                f"{json.dumps(given)}<|call|>"
+                f"{json.dumps(given)}"
                 for name, given in calls
             )
 
