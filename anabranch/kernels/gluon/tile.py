@@ -87,12 +87,12 @@ def masked(scores, tile, sight, window, C: gl.constexpr):
 
 @gluon.jit
 def logits_of(scores, tile, full, sight, rules, C: gl.constexpr):
-    """Scores after mask, and tanh of a softcap; `base2_scale` turns them into logits in base 2.
+    """Scores after softcap and mask; `base2_scale` turns them into logits in base 2.
 
     All rows see all keys of the tiles [full.start, full.stop).
     """
     if rules.softcap is not None:
-        scores = tanh(scores * (rules.scale * LN_2 / rules.softcap))
+        scores = rules.softcap * tanh(scores * (rules.scale * LN_2 / rules.softcap))
     if (tile < full.start) | (tile >= full.stop):
         scores = masked(scores, tile, sight, rules.window, C)
     return scores
@@ -102,7 +102,7 @@ def logits_of(scores, tile, full, sight, rules, C: gl.constexpr):
 def base2_scale(rules):
     """From what `logits_of` returns to logits in base 2."""
     if rules.softcap is not None:
-        return rules.softcap * LOG2_E
+        return LOG2_E
     else:
         return rules.scale
 
