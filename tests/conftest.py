@@ -9,11 +9,11 @@ from importlib import import_module
 from importlib.metadata import requires, version
 from importlib.util import find_spec
 from typing import Any
-from zlib import crc32
 
 import hypothesis
 import pytest
 import torch
+from claimed_tests import Claims, run_claimed
 
 
 def triton_version() -> tuple[int, ...] | None:
@@ -66,9 +66,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if shard := os.environ.get("ANABRANCH_TEST_SHARD"):  # "3/14", as gpu_shards.py deals tests out
-        index, count = map(int, shard.split("/"))
-        items[:] = [x for x in items if crc32(x.nodeid.encode()) % count == index]
     if SAMPLE > 1:
         items[:] = sampled(items)
     if HAS_GPU:
@@ -76,6 +73,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With others, as gpu_shards.py says."""
+    claims = os.environ.get("ANABRANCH_TEST_CLAIMS")
+    if claims is None or session.testsfailed or session.config.option.collectonly:
+        return None
+    run_claimed(session, Claims.of(claims))
+    return True
 
 
 def sampled(items: list[pytest.Item]) -> list[pytest.Item]:

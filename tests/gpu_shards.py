@@ -21,6 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+ENDED = r"^tests/.* (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS) .*\[ *\d+%\]$"  # a line of pytest -v
 
 
 def main() -> int:
@@ -34,7 +35,9 @@ def main() -> int:
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{shard}.log") for shard in range(options.processes)]
-        running = [start(shard, log, options) for shard, log in enumerate(logs)]
+        claims = Path(folder, "claims")
+        claims.mkdir()
+        running = [start(f"{claims}:{shard}", log, options) for shard, log in enumerate(logs)]
         for process in running:
             try:
                 process.wait(max(options.minutes * 60 - (time.monotonic() - begun), 0.1))
@@ -44,33 +47,26 @@ def main() -> int:
         texts = [log.read_text() for log in logs]
     counts = Counter[str]()
     for process, text in zip(running, texts, strict=True):
-        counts += Counter(summary(text))
+        counts += Counter(re.findall(ENDED, text, re.MULTILINE))
         counts["unfinished processes"] += process.returncode not in (0, 1, 5)  # 5: no tests
-        print("\n".join(re.findall(r"^(?:FAILED|ERROR) .*", text, re.MULTILINE)), end="")
         if process.returncode not in (0, 5):
             print(text[-6000:])
     seconds = round(time.monotonic() - begun)
     print(f"{dict(counts)} in {seconds} s with {options.processes} processes")
     if options.out is not None:
         save(options.out, counts, seconds)
-    return int(any(counts[x] for x in ("failed", "error", "errors", "unfinished processes")))
+    return int(any(counts[x] for x in ("FAILED", "ERROR", "unfinished processes")))
 
 
-def start(shard: int, log: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
+def start(claims: str, log: Path, options: argparse.Namespace) -> subprocess.Popen[bytes]:
     """One process with its share of the tests."""
-    environment = os.environ | {"ANABRANCH_TEST_SHARD": f"{shard}/{options.processes}"}
+    environment = os.environ | {"ANABRANCH_TEST_CLAIMS": f"{claims}/{options.processes}"}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
-    command += ["--durations=8", *options.tests]
+    command += ["-vv", "--durations=8", *options.tests]
     with log.open("wb") as file:
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT
         )
-
-
-def summary(text: str) -> dict[str, int]:
-    """What the last line of pytest counts, as in "3 failed, 90 passed, 2 skipped in 61.20s"."""
-    lines = re.findall(r"^.*\d+ \w+.* in [\d.:]+.*$", text, re.MULTILINE)
-    return {name: int(n) for n, name in re.findall(r"(\d+) ([a-z]+)", lines[-1] if lines else "")}
 
 
 def save(path: Path, counts: Counter[str], seconds: int) -> None:

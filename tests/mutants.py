@@ -49,6 +49,7 @@ SERVED = tuple(
         "server_gate",
         "server_logprobs",
         "answer_pieces",
+        "response_events",
         "tool_grammar",
         "server_field_docs",
         "server_clients",
