@@ -25,7 +25,6 @@ class HopperTiles:
     stages: int  # tiles of K, and of V, under way
     q_in_registers: bool  # the main columns of Q
     out_columns: int = 64  # staged at a time
-    merge_price: int = 4  # cutting costs as much as this many tiles
     consumer_registers: int = 240
     producer_registers: int = 24
 
@@ -35,8 +34,6 @@ MAX_PACK = 64  # heads of a block: the rows of one consumer are whole tokens
 FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
 FEW_KEYS = 256  # that the rows of a block see: two wide tiles
 FEW_ROWS = 64  # of a sequence
-APART_KEYS = 1024  # of a sequence at least, where parts of few blocks are merged by a launch: that
-# takes 4 us though nothing is cut, and saves 7 of 28 for 5 tokens, 64/8 heads, 1 x 8192
 
 
 def select_tiles(
@@ -90,16 +87,6 @@ def select_packing(group: int, tokens_per_seq: float, num_decodes: int = 0) -> P
     return Packing(padded, group) if blocks_padded < most else Packing(inside, inside)
 
 
-def merge_price(tiles: HopperTiles, head_dims: int, rows: float) -> int:
-    """Tiles that cutting blocks of so many rows costs: parts are written, read and merged.
-
-    256 tokens at 2304 keys, 32/8 heads of 128: 33.6 us uncut, 37 in two parts, which save 11.
-    Prices are in tiles of 128 keys and heads of 128, of which one takes about 1.2 us.
-    """
-    price = 4 if rows <= BLOCK_ROWS // 4 else 6 if rows <= BLOCK_ROWS // 2 else 10
-    return round(price * (1 + 128 * 256 / (tiles.block_n * head_dims)) / 2)
-
-
 def prefetch_assembly(kernel: str, sizes: Sequence[int]) -> str:
     """Assembly that fetches tensor maps, each the first of so many parameters of a kernel."""
     lines = [
@@ -128,13 +115,11 @@ class HopperConstants:
     stages: int
     q_in_registers: bool
     out_columns: int
-    merge_price: int
     consumer_registers: int
     producer_registers: int
     num_programs: int
     fixed_parts: bool
-    splits: bool  # whether blocks may be cut into parts: whole ones are slower with that code
-    fused: bool  # parts are merged by the consumer that arrives last, not by a launch
+    splits: bool  # blocks may be cut, or have few rows: whole ones are slower with that code
     overlap: bool  # launched while the kernel ahead is still ending
 
     @property
@@ -174,6 +159,26 @@ class HopperConstants:
         return 2 * (self.dk_main + self.dk_rest + self.dv_main + self.dv_rest)
 
 
+class CutPrices(NamedTuple):
+    """What items and cutting blocks cost; TILE_PRICE is what a tile takes."""
+
+    item: int  # its queries, the wait for the first keys, its results
+    merge: int  # the launch that merges parts, if there are any
+    part: int  # each part of 128 rows that a program writes
+
+
+TILE_PRICE = 16
+
+
+@cache
+def cut_prices(constants: HopperConstants) -> CutPrices:
+    """In tiles of 128 keys and heads of 128, of which one takes about 1.2 us."""
+    head_dims = constants.bytes_a_key // 2
+    tile = constants.block_n * head_dims / (128 * 256)
+    prices = 1.5, 3.0, head_dims / 256
+    return CutPrices(*(round(TILE_PRICE * price / tile) for price in prices))
+
+
 @cache
 def hopper_constants(
     tiles: HopperTiles,
@@ -188,7 +193,6 @@ def hopper_constants(
     num_programs: int,
     fixed_parts: bool = False,
     splits: bool = True,
-    fused: bool = True,
     overlap: bool = False,
 ) -> HopperConstants:
     """Join tiles with the shapes of a call; equal ones are the same object."""
@@ -208,7 +212,6 @@ def hopper_constants(
         num_programs=num_programs,
         fixed_parts=fixed_parts,
         splits=splits,
-        fused=fused,
         overlap=overlap,
         **asdict(tiles),
     )

@@ -107,7 +107,7 @@ def test_groups(group: int) -> None:
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("group", [3, 5, 7, 12])
-@pytest.mark.parametrize("given", [{}, {"fused_merge": True}, {"batch_invariant": True}], ids=str)
+@pytest.mark.parametrize("given", [{}, {"batch_invariant": True}], ids=str)
 def test_few_tokens_of_groups_with_padding(group: int, given: dict[str, object]) -> None:
     case = replace(LONG, group=group, dims=(96, 96) if group == 5 else (128, 128))
     check(case, wide=False, **given)
@@ -117,10 +117,10 @@ def test_few_tokens_of_groups_with_padding(group: int, given: dict[str, object])
 @hopper
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", HEAD_DIMS)
-@pytest.mark.parametrize("fused_merge", [False, True])
-def test_parts_are_merged(dims: tuple[int, int], fused_merge: bool) -> None:
-    check(replace(LONG, dims=dims, sinks=True, window=9000), fused_merge=fused_merge)
-    check(replace(MIXED, dims=dims), fused_merge=fused_merge)
+@pytest.mark.parametrize("given", [{}, {"batch_invariant": True}], ids=str)
+def test_parts_are_merged(dims: tuple[int, int], given: dict[str, object]) -> None:
+    check(replace(LONG, dims=dims, sinks=True, window=9000), **given)
+    check(replace(MIXED, dims=dims), **given)
 
 
 @hopper

@@ -276,7 +276,6 @@ def gluon_cases(_: int) -> Iterator[Case]:
             head_dim_v=dims[1],
             num_programs=132,
             splits=splits,
-            fused=not few_blocks,
             overlap=True,
         )
         k, v = (meta(64, 16, num_heads // group, dim, dtype=BRAIN) for dim in dims)
@@ -329,7 +328,7 @@ def merge_items_cases(shared_memory: int) -> Iterator[Case]:
     def launch(dim: int, packing: Packing) -> None:
         constants = hopper_constants(
             select_tiles(dim, dim), causal=True, packing=packing, num_heads=28, num_kv_heads=4,
-            page_size=16, head_dim_k=dim, head_dim_v=dim, num_programs=132, fused=False,
+            page_size=16, head_dim_k=dim, head_dim_v=dim, num_programs=132,
             overlap=shared_memory >= 227 * 1024,
         )  # fmt: skip
         merge_items(rows_of(28, dim), ints(1024), 33, constants)
@@ -354,7 +353,6 @@ def order_cases(_: int) -> Iterator[Case]:
             num_programs=132,
             fixed_parts=fixed_parts,
             splits=splits,
-            fused=fixed_parts,
         )
         lengths = ints(9)
         given = (None, lengths) if packed else (lengths[1:], None)

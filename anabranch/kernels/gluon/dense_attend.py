@@ -16,6 +16,7 @@ from anabranch.state import AttentionState
 __all__ = ["attend", "fill_plan", "lay_out", "prefers", "refusal"]
 MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's loads
 MIN_WIDE_ROWS = 16  # the same for heads of more than 128
+MIXED_ROWS = {64: 1024, 256: 128}  # of prompts and decodes together, by head dim
 MIN_ROWS = 24  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
 
 
@@ -28,16 +29,20 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
     and 24.8. But 3 queries, 64/8 heads, 8 x 259 10.4 and 10.0.
     Heads of 256: 12 queries, 8/4 heads (24 rows), 3 x 844 to 2228: 25.6 and 33.1.
     Tokens that do not divide evenly among sequences are taken for prompts beside decodes: there the
-    average says nothing. 512 tokens at 4608 keys beside 128 decodes at 2048: 301 and 512.
+    average says nothing. 512 tokens at 4608 keys beside 128 decodes at 2048: 301 and 512. Where all
+    rows together are few, as of 65 tokens beside 3 decodes, 16/2 heads of 64: 10.4 and 6.5; 44
+    beside 7, 4/2 heads of 256: 18.3 and 12.8; heads of 128 gain from few rows, 48 beside 2, 28/4
+    heads: 10.6 and 12.2.
     """
     q, keys = call.queries.packed, call.keys
     num_tokens, num_seqs = q.shape[0], max(keys.num_seqs, 1)
     least = MIN_ROWS if q.shape[2] <= 128 else MIN_WIDE_ROWS
     if options.rows_per_seq is not None:
         return options.rows_per_seq >= least
+    rows = num_tokens * q.shape[1] // keys.num_kv_heads
     if num_tokens % num_seqs and num_tokens > num_seqs:
-        return True
-    return num_tokens * q.shape[1] >= least * keys.num_kv_heads * num_seqs
+        return rows >= MIXED_ROWS.get(q.shape[2], 0)
+    return rows >= least * num_seqs
 
 
 def refusal(call: AttendCall, options: PlanOptions) -> str | None:
@@ -49,6 +54,8 @@ def refusal(call: AttendCall, options: PlanOptions) -> str | None:
         return f"it has tiles for head dims {known}, got {dims[0]}/{dims[1]}"
     if options.config is not None and not isinstance(options.config, HopperTiles):
         return f"config must be HopperTiles, got {type(options.config).__name__}"
+    if options.fused_merge:
+        return "it merges parts by a launch of their own, got fused_merge=True"
     if view.lists is not None or view.log_weights is not None:
         return f"it copies keys in boxes, got lists of up to {keys.capacity} keys"
     page = view.page_size
@@ -84,7 +91,7 @@ def attend(
         )
         work = OrderedWork(plan.schedule, plan.counters[:1])
         launch(q, call.view, call.rules, results, work, plan.program)
-        if not plan.program.fused:
+        if layout.slots:
             merge_items(results, plan.schedule, layout.slots, plan.program)
     if out is None or state is out:
         return state

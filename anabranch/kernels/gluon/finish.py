@@ -1,19 +1,14 @@
-"""The end of an item: rows of a state, or of a part that the last consumer to arrive merges."""
+"""The end of an item: rows of a state, or of a part that waits for its merge."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma
 
-from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.operands import EndedRows
-from anabranch.kernels.gluon.versions import store_box, thread_barrier
-from anabranch.kernels.parts.join import merge_slots
+from anabranch.kernels.gluon.versions import store_box
 from anabranch.kernels.parts.merge_items import is_row, place_rows, rows_of_slot
 from anabranch.kernels.schedule.items import read_item, read_part
 from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, pivot_of
-
-MERGE_ROWS = gl.constexpr(16)  # rows merged at a time,
-MERGE_BATCH = gl.constexpr(4)  # parts loaded at a time: all are under way before one is used
 
 
 @gluon.jit
@@ -50,15 +45,7 @@ def finish_item(acc, total, peak, ticket, staging, given, C: gl.constexpr, WG: g
     if (not C.splits) or num_parts == 1:
         write_out(out, lse, rows, num_rows, ended, staging, given.results, C, WG)
     elif block.first_row + WG * 64 < num_rows:
-        parts = given.results.parts
-        leave_part(out, lse, rows, num_rows, ended, parts, C)
-        if C.fused:  # noqa: SIM102 - one is known when compiling, the other is not
-            if is_last(ended, parts, C, WG):
-                left = gl.minimum(num_rows - block.first_row, WG * 64 + 64)
-                for row in range(WG * 64, left, MERGE_ROWS):
-                    merge_rows(row, left, ended, given.results, 0, C, C.dv_main)
-                    if C.dv_rest:
-                        merge_rows(row, left, ended, given.results, C.dv_main, C, C.dv_rest)
+        leave_part(out, lse, rows, num_rows, ended, given.results.parts, C)
 
 
 @gluon.jit
@@ -93,42 +80,6 @@ def store_columns(out, ptr, starts, inside):
     inside = gl.convert_layout(inside, gl.SliceLayout(1, layout))[:, None]
     columns = gl.arange(0, out.shape[1], gl.SliceLayout(0, layout))[None, :]
     gl.store(ptr + starts + columns, out.to(ptr.dtype.element_ty), inside)
-
-
-@gluon.jit
-def is_last(ended, parts, C: gl.constexpr, WG: gl.constexpr):
-    """Whether this warpgroup is the last to leave its rows of a block; it resets the counter."""
-    counter = parts.counters + (ended.first_slot * C.num_packs + ended.kv_head) * 2 + WG
-    thread_barrier()  # every warp's stores come before the release below
-    before = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-    last = uniform(before) == ended.num_parts - 1
-    if last:
-        gl.store(counter, 0)
-    return last
-
-
-@gluon.jit
-def merge_rows(row, left, ended, results, first, C: gl.constexpr, COLUMNS: gl.constexpr):
-    """Merge some rows and columns of all parts, in the order of their keys, and write them."""
-    WIDTH: gl.constexpr = C.dv_main + C.dv_rest
-    LANES: gl.constexpr = min(COLUMNS // 4, 32)
-    layout: gl.constexpr = gl.BlockedLayout([1, 4], [32 // LANES, LANES], [4, 1], [1, 0])
-    row_layout: gl.constexpr = gl.SliceLayout(1, layout)
-    rows = row + gl.arange(0, MERGE_ROWS, row_layout)
-    columns = first + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-    peak = gl.full([MERGE_ROWS], -float("inf"), gl.float32, row_layout)
-    total = gl.zeros([MERGE_ROWS], gl.float32, row_layout)
-    merged = gl.zeros([MERGE_ROWS, COLUMNS], gl.float32, layout)
-    state, every = (peak, total, merged), (0, 1, ended.num_parts)
-    out, lse = merge_slots(
-        state, rows, left, columns, every, ended, results.parts, rows_of_slot, WIDTH, MERGE_BATCH, C
-    )
-    outs, lses = results.out, results.lse
-    inside = is_row(rows, left, C)
-    tokens, heads = place_rows(ended.block.first_row + rows, ended, C)
-    if first == 0:
-        gl.store(lses.ptr + tokens * lses.token + heads * lses.head, lse, inside)
-    store_columns(out, outs.ptr, tokens * outs.token + heads * outs.head + first, inside)
 
 
 @gluon.jit

@@ -15,7 +15,7 @@ from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
 from anabranch.kernels.gluon.versions import thread_barrier
-from anabranch.kernels.parts.join import merge_slots
+from anabranch.kernels.parts.join import merge_at_once
 from anabranch.kernels.parts.slots import slot_of
 from anabranch.kernels.schedule.walk import take_item
 
@@ -135,7 +135,7 @@ def merge_latent_rows(
     total = gl.zeros([ROWS], gl.float32, row_layout)
     merged = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     state, every = (peak, total, merged), (0, 1, ended.num_parts)
-    out, lse = merge_slots(
+    out, lse = merge_at_once(
         state, rows, stop, columns, every, ended, results.parts, rows_of_half, COLUMNS, BATCH, C
     )
     places = block_rows(rows, ended.block, ended.kv_head, C)

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.device import has_overlap, num_sms
 from anabranch.kernels.hopper_config import (
-    APART_KEYS,
     FEW_BLOCKS,
     FEW_KEYS,
     FEW_ROWS,
     HopperConstants,
     HopperTiles,
     hopper_constants,
-    merge_price,
     select_packing,
     select_tiles,
 )
@@ -30,14 +26,14 @@ def lay_out(call: AttendCall, options: PlanOptions) -> HopperLayout:
     """Select tiles, and room for the order of items and for parts."""
     keys, num_tokens = call.keys, call.queries.packed.shape[0]
     constants = _select_constants(call, options)
-    slots = num_slots(keys.num_seqs, num_tokens, keys.capacity, constants)
+    slots = num_slots(keys.num_seqs, num_tokens, most_seen(call, constants), constants)
     return lay_out_parts(
         constants,
         schedule_ints=order_size(keys.num_seqs, num_tokens, slots, constants),
         slots=slots,
         rows=(slots * constants.num_packs * BLOCK_M.value,),
         width=keys.head_dim_v,
-        num_counters=slots * constants.num_packs * 2,  # for the rows of each consumer
+        num_counters=0,  # parts are merged by a launch of their own
         num_others=1,  # hands out the items
     )
 
@@ -72,6 +68,14 @@ def keys_of_block(call: AttendCall, pack: int) -> float:
     return seen if window is None else min(seen, window + BLOCK_M.value // pack)
 
 
+def most_seen(call: AttendCall, constants: HopperConstants) -> int:
+    """Keys that the rows of a block can see; fixed parts are cut from the first key on."""
+    capacity, window = call.keys.capacity, call.rules.window
+    if window is None or constants.fixed_parts:
+        return capacity
+    return min(capacity, window + BLOCK_M.value)
+
+
 def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants:
     q, keys, rules, view = call.queries.packed, call.keys, call.rules, call.view
     num_tokens, num_heads, head_dim_k = q.shape
@@ -90,12 +94,6 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     assert isinstance(tiles, HopperTiles)
     programs = num_sms(q.device)
     splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs)
-    if options.config is None and not options.batch_invariant:
-        head_dims = head_dim_k + keys.head_dim_v
-        price = merge_price(tiles, head_dims, tokens_per_seq * packing.pack)
-        tiles = replace(tiles, merge_price=price)
-    apart = few_blocks and keys.capacity >= APART_KEYS
-    fused = not apart if options.fused_merge is None else options.fused_merge
     return hopper_constants(
         tiles,
         causal=rules.in_order,
@@ -108,6 +106,5 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
         num_programs=programs,
         fixed_parts=options.batch_invariant,
         splits=splits or options.batch_invariant,  # one program, or bits would differ
-        fused=fused or not (splits or options.batch_invariant),
         overlap=has_overlap(q.device),
     )

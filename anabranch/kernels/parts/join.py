@@ -48,25 +48,35 @@ def merge_slots(
 
 
 @triton.jit
-def merge_at_once(node, span, children, rows, num_rows, item, parts, C: tl.constexpr):
-    """`merge_slots` by batches, for a launch of its own where no bits have to be equal.
+def merge_at_once(
+    state,
+    rows,
+    num_rows,
+    columns,
+    parts_of_node,
+    item,
+    parts,
+    ROWS_OF: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BATCH: tl.constexpr,
+    C: tl.constexpr,
+):
+    """`merge_slots` by batches, where a fold of parts in registers need not have the same bits.
 
     ptxas loads parts that wait under a condition, or for the weight of the part before, one after
     the other. So copies of the last part, and of the last row, are loaded and weigh nothing.
     """
-    state = empty_state(C.merging.rows, C.tiles.block_dv)
-    dims = tl.arange(0, C.tiles.block_dv)[None, :]
-    BATCH: tl.constexpr = C.merging.batch
+    node, span, children = parts_of_node
     for first in range(0, children, BATCH):
         outs = ()
         lses = ()
         for i in tl.static_range(BATCH):
             present = (rows < num_rows) & (first + i < children)
             child = tl.minimum(first + i, children - 1)
-            places = slot_rows(node + child * span, tl.minimum(rows, num_rows - 1), item, C)
+            places = ROWS_OF(node + child * span, tl.minimum(rows, num_rows - 1), item, C)
             lse = tl.load(parts.lses + places, cache_modifier=".cg")
             lse = tl.where(present, lse, float("-inf"))
-            ptrs = parts.outs + places[:, None] * C.tiles.block_dv + dims
+            ptrs = parts.outs + places[:, None] * WIDTH + columns
             out = tl.where(present[:, None], tl.load(ptrs, cache_modifier=".cg"), 0.0)
             outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
             lses = lses + (lse,)  # noqa: RUF005
@@ -77,17 +87,19 @@ def merge_at_once(node, span, children, rows, num_rows, item, parts, C: tl.const
 @triton.jit
 def merge_children(node, span, children, rows, num_rows, item, parts, C: tl.constexpr):
     """Merge some rows of a node's children. Fixed parts are merged one by one, for equal bits."""
+    state = empty_state(C.merging.rows, C.tiles.block_dv)
+    columns = tl.arange(0, C.tiles.block_dv)[None, :]
+    WIDTH: tl.constexpr = C.tiles.block_dv
+    BATCH: tl.constexpr = C.merging.batch
+    of_node = (node, span, children)
     if C.merging.fused or C.division.fixed_parts:
-        state = empty_state(C.merging.rows, C.tiles.block_dv)
-        columns = tl.arange(0, C.tiles.block_dv)[None, :]
-        WIDTH: tl.constexpr = C.tiles.block_dv
-        BATCH: tl.constexpr = C.merging.batch
-        of_node = (node, span, children)
         return merge_slots(
             state, rows, num_rows, columns, of_node, item, parts, slot_rows, WIDTH, BATCH, C
         )
     else:
-        return merge_at_once(node, span, children, rows, num_rows, item, parts, C)
+        return merge_at_once(
+            state, rows, num_rows, columns, of_node, item, parts, slot_rows, WIDTH, BATCH, C
+        )
 
 
 @triton.jit

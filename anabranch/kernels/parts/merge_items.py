@@ -58,32 +58,34 @@ def merge_items(
 def merge_items_kernel(
     results,  # StateRows
     order_ptr,  # as order.py lays it out
-    cut_ptr,  # [most_cut] the first item of each block that is cut, or -1
+    cut_ptr,  # [most_cut] the first item of each block that is cut
     C: tl.constexpr,  # HopperConstants
     TILE: tl.constexpr,  # MergeTile
     BLOCK_DV: tl.constexpr,
 ):
-    """Merge some rows of the parts of one block, for one pack of heads."""
+    """Merge some rows of the parts of one block, for one pack of heads.
+
+    A program for each: a loop over them took 3.5 us more for 5 tokens, 64/8 heads, 1 x 8192.
+    """
     if C.overlap:
         gdc_wait()
-    WIDTH: tl.constexpr = C.dv_main + C.dv_rest
-    ROWS: tl.constexpr = TILE.rows
-    BATCH: tl.constexpr = TILE.batch
+    num_cut = tl.load(order_ptr + 3)
     first = tl.load(cut_ptr + tl.program_id(0))
-    if first >= 0:
+    if tl.program_id(0) < num_cut:
+        WIDTH: tl.constexpr = C.dv_main + C.dv_rest
         block = read_item(order_ptr, first)
         _, num_parts, first_slot = read_part(order_ptr, first)
-        row = tl.program_id(2) * ROWS
+        row = tl.program_id(2) * TILE.rows
         left = tl.minimum(block.q_len * C.pack - block.first_row, 128)
         if row < left:
             item = Item(block, tl.program_id(1), 0, 0, 0, 1, num_parts, 0, first_slot)
-            rows = row + tl.arange(0, ROWS)
+            rows = row + tl.arange(0, TILE.rows)
             dims = tl.arange(0, BLOCK_DV)
             columns = dims
             if BLOCK_DV != WIDTH:  # no column of the next row, which may be none
                 columns = tl.minimum(dims, WIDTH - 1)
             out, lse = merge_slots(
-                empty_state(ROWS, BLOCK_DV),
+                empty_state(TILE.rows, BLOCK_DV),
                 rows,
                 left,
                 columns[None, :],
@@ -92,7 +94,7 @@ def merge_items_kernel(
                 results.parts,
                 rows_of_slot,
                 WIDTH,
-                BATCH,
+                TILE.batch,
                 C,
             )
             outs, lses = results.out, results.lse

@@ -7,7 +7,8 @@ import triton.language as tl
 
 from anabranch.kernels import hopper_config
 
-HEADER: tl.constexpr = tl.constexpr(8)  # items, packs of a section, first token of no sequence
+HEADER: tl.constexpr = tl.constexpr(8)  # items, packs of a section, first token of no sequence,
+# blocks that are cut
 CACHE_BYTES: tl.constexpr = tl.constexpr(hopper_config.CACHE_BYTES)
 ITEM: tl.constexpr = tl.constexpr(12)  # an OrderedItem and its part, padded
 

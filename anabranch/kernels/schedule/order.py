@@ -28,6 +28,8 @@ from anabranch.kernels.schedule.items import HEADER, ITEM, section_of
 from anabranch.launches.recorder import launch
 
 BLOCK_M: tl.constexpr = tl.constexpr(hopper_config.BLOCK_ROWS)
+TILE_PRICE: tl.constexpr = tl.constexpr(hopper_config.TILE_PRICE)
+CUT_KEYS = 1024  # of a sequence
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
 FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
@@ -48,14 +50,20 @@ def may_split(num_seqs: int, num_tokens: int, num_packs: int, pack: int, program
 
 def num_slots(num_seqs: int, num_tokens: int, capacity: int, constants: HopperConstants) -> int:
     """Slots for parts that wait for their merge, each BLOCK_M rows of all packs."""
-    if not constants.splits:
+    if not has_parts(capacity, constants):
         return 0
     if not constants.fixed_parts:
-        return max(2 * constants.num_programs // constants.num_packs, 2)
+        return max(4 * constants.num_programs // constants.num_packs, 2)
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
     short = min(blocks, num_seqs * triton.cdiv(WHOLE_ROWS.value, BLOCK_M.value))
     parts = triton.cdiv(capacity, FIXED_TILES.value * constants.block_n)
     return short * min(parts, constants.most_fixed_parts)
+
+
+def has_parts(capacity: int, constants: HopperConstants) -> bool:
+    """Whether any block can be cut: what cutting fewer keys could save, the merge takes."""
+    least = FIXED_TILES.value * constants.block_n + 1
+    return constants.splits and capacity >= (least if constants.fixed_parts else CUT_KEYS)
 
 
 def most_cut(slots: int) -> int:
@@ -97,6 +105,7 @@ def order(
         counters.numel(),
         slots,
         call.rules.window,
+        hopper_config.cut_prices(constants),
         constants,
         num_warps=8,
     )
@@ -112,27 +121,41 @@ def num_parts_of(num_tiles, num_rows, limit, C: tl.constexpr):
 
 
 @triton.jit
-def choose_limit(blocks_ptr, num_blocks, most, total, slots, C: tl.constexpr):
-    """The most tiles of a part: what ends first, counting rounds of equal parts and the merge.
+def choose_limit(blocks_ptr, num_blocks, most, total, slots, prices, C: tl.constexpr):
+    """The most tiles of a part: what ends first, counting rounds of equal items and the merge.
 
     Column c of a tile is the choice of cutting the longest block into c + 1 parts.
     """
     cuts = tl.arange(0, MAX_CUTS) + 1
     limits = tl.cdiv(most, cuts)
     num_items = tl.zeros([MAX_CUTS], tl.int32)
-    num_cut = tl.zeros([MAX_CUTS], tl.int32)
+    num_parts = tl.zeros([MAX_CUTS], tl.int32)
+    part_rows = tl.zeros([MAX_CUTS], tl.int32)
     for start in range(0, num_blocks, 32):
         blocks = start + tl.arange(0, 32)
         inside = blocks < num_blocks
         num_tiles = tl.load(blocks_ptr + blocks * ITEM + 6, inside, other=0)
+        num_rows = rows_of_block(blocks_ptr + blocks * ITEM, inside, C)
         parts = tl.cdiv(num_tiles[:, None], limits[None, :])
         num_items += tl.sum(parts, 0)
-        num_cut += tl.sum(tl.where(parts > 1, parts, 0), 0)
+        parts = tl.where(parts > 1, parts, 0)
+        num_parts += tl.sum(parts, 0)
+        part_rows += tl.sum(parts * num_rows[:, None], 0)
     rounds = tl.cdiv(num_items * C.num_packs, C.num_programs)
-    time = tl.maximum(limits, rounds * total // tl.maximum(num_items, 1))
-    time += tl.where(cuts > 1, C.merge_price, 0)
-    time = tl.where((num_cut <= slots) | (cuts == 1), time, 2147483647)
+    average = total * TILE_PRICE // tl.maximum(num_items, 1) + prices.item
+    time = tl.maximum(limits * TILE_PRICE + prices.item, rounds * average)
+    written = tl.cdiv(part_rows * C.num_packs, C.num_programs) * prices.part // BLOCK_M
+    time += tl.where(cuts > 1, prices.merge + written, 0)
+    time = tl.where((num_parts <= slots) | (cuts == 1), time, 2147483647)
     return tl.cdiv(most, tl.argmin(time, 0) + 1)
+
+
+@triton.jit
+def rows_of_block(block_ptrs, inside, C: tl.constexpr):
+    """Rows of tokens in a block."""
+    first_row = tl.load(block_ptrs + 1, inside, other=0)
+    num_rows = tl.load(block_ptrs + 3, inside, other=0) * C.pack
+    return tl.minimum(num_rows - first_row, BLOCK_M)
 
 
 @triton.jit
@@ -156,6 +179,7 @@ def order_kernel(
     num_counters,
     slots,
     window,  # or None
+    prices,  # CutPrices
     C: tl.constexpr,  # HopperConstants
     CHUNK: tl.constexpr = 256,
 ):
@@ -175,8 +199,6 @@ def order_kernel(
     cut_ptr = counts_ptr + LEVELS
     lanes = tl.arange(0, CHUNK)
     clear(counters_ptr, num_counters)
-    if not C.fused:
-        clear(cut_ptr, tl.maximum(slots // 2, 1), -1)
 
     num_blocks = 0  # before each sequence
     num_keys = 0.0  # that several blocks read
@@ -210,10 +232,13 @@ def order_kernel(
 
     limit = most
     if C.splits and not C.fixed_parts:
-        limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, C)
+        limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, prices, C)
     longest = tl.minimum(limit, most)
     num_items = count_levels(blocks_ptr, counts_ptr, num_blocks, limit, longest, C, CHUNK)
-    write_items(items_ptr, blocks_ptr, counts_ptr, cut_ptr, num_blocks, limit, longest, C, CHUNK)
+    num_cut = write_items(
+        items_ptr, blocks_ptr, counts_ptr, cut_ptr, num_blocks, limit, longest, C, CHUNK
+    )
+    tl.store(order_ptr + 3, num_cut)
     tl.store(order_ptr, num_items)
     tl.store(order_ptr + 1, section_of(num_keys, C))
     orphans, _ = query_range(num_seqs, lengths)
@@ -258,7 +283,7 @@ def write_items(
     C: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the parts of all blocks, the longest first."""
+    """Write the parts of all blocks, the longest first; how many blocks are cut."""
     first_slot = 0
     num_cut = 0  # blocks
     for start in range(0, num_blocks, CHUNK):
@@ -274,10 +299,9 @@ def write_items(
         slot = first_slot + tl.cumsum(taken) - taken
         first_slot += tl.sum(taken)
         place = tl.atomic_add(counts_ptr + level_of(size, longest), parts, inside)
-        if not C.fused:
-            cut = tl.where(taken > 0, 1, 0)
-            tl.store(cut_ptr + num_cut + tl.cumsum(cut) - cut, place, taken > 0)
-            num_cut += tl.sum(cut)
+        cut = tl.where(taken > 0, 1, 0)
+        tl.store(cut_ptr + num_cut + tl.cumsum(cut) - cut, place, taken > 0)
+        num_cut += tl.sum(cut)
         most_parts = tl.max(tl.where(inside, parts, 0))
         for part in range(0, most_parts):
             kept = inside & (part < parts)
@@ -289,3 +313,4 @@ def write_items(
             tl.store(item + 7, part, kept)
             tl.store(item + 8, parts, kept)
             tl.store(item + 9, slot, kept)
+    return num_cut
