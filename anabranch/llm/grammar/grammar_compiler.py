@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from anabranch.llm.grammar.grammar_source import grammar_source
@@ -24,17 +25,30 @@ LIMITS: dict[str, Any] = {
 }
 
 
+# Copies of a matcher share its lexer, which one thread at a time can use. Another matcher has one of
+# its own, and learns the states of the text anew.
+SEQUENCES_A_LEXER = 4  # until there are as many lexers as there may be
+MAX_LEXERS = 16  # and three of four cores
+
+
 class CompiledGrammar:
     """A grammar at its beginning, to be copied for every sequence."""
 
-    def __init__(self, matcher: Any) -> None:
-        self._matcher = matcher
+    def __init__(self, matcher: Any, make: Callable[[], Any], max_lexers: int) -> None:
+        self._matchers = [matcher]
+        self._make, self._max_lexers = make, max_lexers
+        self._begun = 0
         self._lock = threading.Lock()
 
     def begin(self) -> GrammarState:
         """A state of its own for a sequence."""
         with self._lock:
-            return GrammarState(self._matcher.deep_copy())
+            place = self._begun // SEQUENCES_A_LEXER % self._max_lexers
+            self._begun += 1
+            if place == len(self._matchers):
+                self._matchers.append(self._make())
+            matcher = self._matchers[place]
+            return GrammarState(matcher.deep_copy(), lexer=id(matcher))
 
 
 class GrammarCompiler:
@@ -43,6 +57,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_ids = sorted(eos_ids)
+        self._max_lexers = max(min(len(os.sched_getaffinity(0)) * 3 // 4, MAX_LEXERS), 1)
         self._tokens: Any | None = None  # as llguidance has them; made for the first grammar
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
@@ -71,7 +86,7 @@ class GrammarCompiler:
             error = matcher.get_error()
         if error:
             raise ValueError(f"structured_outputs.{wanted.kind}{self._reason(wanted, error)}")
-        return CompiledGrammar(matcher)
+        return CompiledGrammar(matcher, lambda: self._matcher(source), self._max_lexers)
 
     def _reason(self, wanted: StructuredOutputs, error: str) -> str:
         place = ""

@@ -17,8 +17,9 @@ class GrammarError(RuntimeError):
 class GrammarState:
     """A matcher of llguidance. Tokens are taken one by one, and taken back."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, lexer: int = 0) -> None:
         self._matcher = matcher
+        self.lexer = lexer  # states with the same one wait for each other
 
     @property
     def matcher(self) -> Any:

@@ -78,6 +78,8 @@ class TokenRules:
         self._fill(masks[0], (), made=first_made)
         if not masks[0].any():
             raise GrammarError("no token may follow: the grammar, bad_words and allowed_token_ids")
+        if first_made and not drafts:
+            return
         walk = _Walk(self._grammar)
         for place, path in enumerate(draft_paths(drafts, parents)):
             if walk.go(path) and not self.over:

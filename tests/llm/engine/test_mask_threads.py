@@ -10,9 +10,9 @@ pytest.importorskip("llguidance")
 from server_models import tiny_tokenizer
 
 from anabranch.llm.grammar import mask_threads
-from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
+from anabranch.llm.grammar.grammar_compiler import SEQUENCES_A_LEXER, GrammarCompiler
 from anabranch.llm.grammar.grammar_state import GrammarState, Words
-from anabranch.llm.grammar.mask_threads import MaskThreads
+from anabranch.llm.grammar.mask_threads import MaskThreads, share_out
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 from anabranch.llm.grammar.token_rules import num_words
 
@@ -54,6 +54,33 @@ def test_one_mask_or_one_thread_is_left_to_the_caller() -> None:
     assert not MaskThreads(4).fill([(states[0], 0)], words)
     assert not MaskThreads(1).fill([(states[0], 0), (states[1], 1)], words)
     assert (words == -1).all()
+
+
+def test_states_with_one_lexer_stay_together() -> None:
+    states, _ = states_of(12)  # of three grammars
+    rows = [(state, row) for row, state in enumerate(states)]
+    for num_shares, sizes in ((2, [8, 4]), (3, [4, 4, 4]), (5, [4, 4, 4])):
+        shares = share_out(rows, num_shares)
+        assert [len(share) for share in shares] == sizes
+        assert sorted(row for share in shares for _, row in share) == list(range(12))
+        lexers = [{state.lexer for state, _ in share} for share in shares]
+        assert len(set.union(*lexers)) == sum(map(len, lexers)) == 3
+
+
+def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    compiler._max_lexers = 3
+    grammar = compiler.compile(StructuredOutputs(**FORMS[1]))
+    states = [grammar.begin() for _ in range(4 * SEQUENCES_A_LEXER)]
+    lexers = [state.lexer for state in states]
+    first, second, third, again = (lexers[i : i + SEQUENCES_A_LEXER] for i in range(0, 16, 4))
+    assert [len(set(each)) for each in (first, second, third)] == [1, 1, 1]
+    assert len({first[0], second[0], third[0]}) == 3
+    assert again == first
+    words = np.zeros((len(states), num_words(len(tokenizer))), np.int32)
+    assert MaskThreads(2).fill([(state, row) for row, state in enumerate(states)], words)
+    np.testing.assert_array_equal(words, alone(states, len(tokenizer)))
 
 
 def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
