@@ -181,19 +181,25 @@ def quantised_product_kernel(
     NUM_RUNS: tl.constexpr = (K + C.run - 1) // C.run
     begin = tl.program_id(2) * NUM_RUNS // tl.num_programs(2)
     end = (tl.program_id(2) + 1) * NUM_RUNS // tl.num_programs(2)
-    scales = load_group(weight.scales + groups, begin, scales_stride, C)
+    # Programs begin at different columns: few rows lie in few lines of the cache, which all programs
+    # would read at once.
+    count = end - begin
+    shift = tl.program_id(0) % tl.maximum(count, 1)
+    scales = load_group(weight.scales + groups, begin + shift, scales_stride, C)
     zeros = tl.full([BLOCK_N], C.zero, tl.float32)
     if weight.zeros is not None:
-        zeros = load_group(weight.zeros + groups, begin, scales_stride, C)
+        zeros = load_group(weight.zeros + groups, begin + shift, scales_stride, C)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
 
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for run in range(begin, end):
+    for step in range(begin, end):
+        run = step + shift
+        run = tl.where(run >= end, run - count, run)
         following, following_zeros = scales, zeros
         if GROUPED:  # on their way while this run is multiplied
-            after = tl.minimum(run + 1, NUM_RUNS - 1)
+            after = tl.where(run + 1 == end, begin, run + 1)
             following = load_group(weight.scales + groups, after, scales_stride, C)
             if weight.zeros is not None:
                 following_zeros = load_group(weight.zeros + groups, after, scales_stride, C)

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 transformers = pytest.importorskip("transformers")
+pytest.importorskip("gguf")
 
 from gguf_files import SIZES, tiny_llama  # noqa: E402
 from quantised_files import FORMATS, FP8, INT4, compressed, fp8, write_checkpoint  # noqa: E402
