@@ -211,7 +211,6 @@ class Engine:
         if samples is not None:
             self.stats.count_saturated(samples.saturated)
             self.stats.num_nan_rows += samples.num_nan_rows
-            self._launcher.begin_masks(launched, samples.tokens)
         changed: dict[str, Request] = {}
         place = 0
         for run in launched.step:

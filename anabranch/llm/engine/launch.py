@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from anabranch.llm.engine.build import Built
-from anabranch.llm.engine.step_masks import MasksAhead, step_masks
+from anabranch.llm.engine.step_masks import step_masks
 from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.runner.model_runner import StepLogits
 from anabranch.llm.runner.stage_clock import StageClock
@@ -100,7 +100,6 @@ class Launcher:
         self._eos_ids = tuple(eos_ids)
         self._owners: dict[int, Sequence] = {}
         self._mask_threads = MaskThreads()
-        self._ahead = MasksAhead(sampler.vocab_size, self._mask_threads)
 
     @torch.inference_mode()
     def launch(
@@ -129,15 +128,6 @@ class Launcher:
                 settle()
             samples, prompts, failed = self._sample(step, sampling, logits)
         return Launched(number, choice, step, samples, clock, graphed, prompts, failed)
-
-    def begin_masks(self, launched: Launched, tokens: list[list[int]]) -> None:
-        """For the tokens of a step that has ended, before they are worked on.
-
-        Not where tokens are drafted: grammars are asked about drafts at any time.
-        """
-        runs = [run for run in launched.step if run.samples]
-        if self._proposer is None and any(run.seq.rules for run in runs):
-            self._ahead.begin(runs, tokens)
 
     def own_row(self, seq: Sequence) -> None:
         """Register a sequence that has a new row with the sampler."""
@@ -191,7 +181,7 @@ class Launcher:
             parents=_tree_parents(runs),
         )
         masks, failed = step_masks(
-            runs, batch, self._sampler.vocab_size, sampling.drafted, self._mask_threads, self._ahead
+            runs, batch, self._sampler.vocab_size, sampling.drafted, self._mask_threads
         )
         output = self._sampler.sample(rows, replace(batch, masks=masks))
         self._built.unseen[table_rows, 0] = output.last_tokens

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from anabranch.llm.grammar.grammar_state import GrammarState, Words
@@ -29,60 +29,43 @@ class MaskThreads:
         self._executors: list[Any] = []
         self._alone = 0  # steps to come in which every mask is made and timed by itself
 
-    def can_start(self, states: Sequence[GrammarState]) -> bool:
-        """Whether masks of these are made by threads."""
-        several = self._num_threads > 1 and len({state.lexer for state in states}) > 1
-        return several and not self._alone
-
-    def start(self, states: States, words: Words) -> MasksUnderWay | None:
-        """Begin to write the mask of each state into its row of `words`; None: nothing is begun."""
-        if not self.can_start([state for state, _ in states]):
-            self._alone = max(self._alone - 1, 0)
-            return None
+    def fill(self, states: States, words: Words) -> bool:
+        """Write the mask of each state into its row of `words`; False if none was written."""
+        if self._num_threads < 2 or len({state.lexer for state, _ in states}) < 2:
+            return False
+        if self._alone:
+            self._alone -= 1
+            return False
         shares = share_out(states, self._num_threads)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_threads, "masks")
+            self._pool = ThreadPoolExecutor(self._num_threads - 1, "masks")
         self._add_executors(len(shares))
+        began = time.perf_counter()
         jobs = [
-            self._pool.submit(fill_share, executor, share, words)
-            for executor, share in zip(self._executors, shares, strict=False)
+            self._pool.submit(self._fill_share, place, share, words)
+            for place, share in enumerate(shares)
+            if place
         ]
-        return MasksUnderWay(self, jobs)
+        self._fill_share(0, shares[0], words)
+        for job in jobs:
+            job.result()
+        most = max(map(len, shares))
+        if time.perf_counter() - began > SLOW_SECONDS * most:  # to find out who is slow
+            self._alone = ALONE_STEPS
+        return True
 
-    def make_alone(self) -> None:
-        """After some that were slow, to find out which."""
-        self._alone = ALONE_STEPS
+    def _fill_share(self, place: int, share: States, words: Words) -> None:
+        matchers = [(state.matcher, row) for state, row in share]
+        num_rows, num_words = words.shape
+        self._executors[place].unsafe_compute_mask_ptr(
+            matchers, words.ctypes.data, num_words * words.itemsize, num_rows
+        )
 
     def _add_executors(self, count: int) -> None:
         from llguidance import LLExecutor
 
         while len(self._executors) < count:
             self._executors.append(LLExecutor(num_threads=1))
-
-
-class MasksUnderWay:
-    """Masks that threads are writing."""
-
-    def __init__(self, threads: MaskThreads, jobs: list[Future[float]]) -> None:
-        self._threads, self._jobs = threads, jobs
-
-    def wait(self) -> None:
-        """Until all are written; raises what failed."""
-        if max(job.result() for job in self._jobs) > SLOW_SECONDS:
-            self._threads.make_alone()
-
-
-def fill_share(executor: Any, share: States, words: Words) -> float:
-    """Write some masks; seconds each."""
-    began = time.perf_counter()
-    num_rows, num_words = words.shape
-    executor.unsafe_compute_mask_ptr(
-        [(state.matcher, row) for state, row in share],
-        words.ctypes.data,
-        num_words * words.itemsize,
-        num_rows,
-    )
-    return (time.perf_counter() - began) / len(share)
 
 
 def share_out(states: States, num_shares: int) -> list[list[tuple[GrammarState, int]]]:

@@ -38,43 +38,17 @@ class TokenRules:
         self._grammar, self._allowed, self._bad_words = grammar, allowed, bad_words
         self._output: list[int] = []
         self._num_slow = 0
-        self._ahead: tuple[int, Exception | None] | None = None  # see accept_ahead
-        self._is_over = grammar is not None and grammar.over
 
     @property
     def over(self) -> bool:
         """Whether nothing can follow but the end."""
-        return self._is_over
+        return self._grammar is not None and self._grammar.over
 
     def accept(self, token: int) -> None:
-        """Take a token that was sampled, unless that was done ahead."""
-        if self._ahead is not None:
-            (taken, error), self._ahead = self._ahead, None
-            assert taken == token
-            if error is not None:
-                raise error
-            return
+        """Take a token that was sampled."""
         self._output.append(token)
         if self._grammar is not None:
             self._grammar.accept(token)
-            self._is_over = self._grammar.over
-
-    def accept_ahead(self, token: int) -> None:
-        """Take the only token of a step, so that its mask can be begun; `accept` says if it fails.
-
-        Until that mask is made nobody else may ask the grammar anything.
-        """
-        error: Exception | None = None
-        try:
-            self.accept(token)
-        except Exception as failure:
-            error = failure
-        self._ahead = token, error
-
-    @property
-    def num_accepted(self) -> int:
-        """Tokens taken so far."""
-        return len(self._output)
 
     def num_valid(self, drafts: Sequence[int]) -> int:
         """How many drafts, one after the other, the grammar takes."""
@@ -83,7 +57,7 @@ class TokenRules:
     @property
     def state(self) -> GrammarState | None:
         """Of the grammar, if there is one and something can follow."""
-        return None if self._is_over else self._grammar
+        return None if self._grammar is None or self._grammar.over else self._grammar
 
     def fill(
         self,
@@ -108,7 +82,7 @@ class TokenRules:
             return
         walk = _Walk(self._grammar)
         for place, path in enumerate(draft_paths(drafts, parents)):
-            if walk.go(path) and not (self._grammar is not None and self._grammar.over):
+            if walk.go(path) and not self.over:
                 self._fill(masks[1 + place], path)
         walk.go(())
         if time.thread_time() - began > SLOW_SECONDS * (1 + len(drafts)):

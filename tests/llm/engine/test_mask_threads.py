@@ -27,13 +27,6 @@ def states_of(count: int) -> tuple[list[GrammarState], int]:
     return [forms[place % len(forms)].begin() for place in range(count)], size
 
 
-def fill(threads: MaskThreads, states: list[tuple[GrammarState, int]], words: Words) -> bool:
-    under_way = threads.start(states, words)
-    if under_way is not None:
-        under_way.wait()
-    return under_way is not None
-
-
 def alone(states: list[GrammarState], size: int) -> Words:
     words = np.zeros((len(states), num_words(size)), np.int32)
     for state, row in zip(states, words, strict=True):
@@ -47,7 +40,7 @@ def test_masks_of_many_are_those_of_each(num_threads: int) -> None:
     for _ in range(3):
         wanted = alone(states, size)
         words = np.full((9, num_words(size)), -1, np.int32)
-        assert fill(threads, [(state, 1 + row) for row, state in enumerate(states)], words)
+        assert threads.fill([(state, 1 + row) for row, state in enumerate(states)], words)
         np.testing.assert_array_equal(words[1:8], wanted)
         assert (words[[0, 8]] == -1).all()
         for state, row in zip(states, wanted, strict=True):
@@ -58,8 +51,8 @@ def test_masks_of_many_are_those_of_each(num_threads: int) -> None:
 def test_one_mask_or_one_thread_is_left_to_the_caller() -> None:
     states, size = states_of(2)
     words = np.full((2, num_words(size)), -1, np.int32)
-    assert not fill(MaskThreads(4), [(states[0], 0)], words)
-    assert not fill(MaskThreads(1), [(states[0], 0), (states[1], 1)], words)
+    assert not MaskThreads(4).fill([(states[0], 0)], words)
+    assert not MaskThreads(1).fill([(states[0], 0), (states[1], 1)], words)
     assert (words == -1).all()
 
 
@@ -86,7 +79,7 @@ def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
     assert len({first[0], second[0], third[0]}) == 3
     assert again == first
     words = np.zeros((len(states), num_words(len(tokenizer))), np.int32)
-    assert fill(MaskThreads(2), [(state, row) for row, state in enumerate(states)], words)
+    assert MaskThreads(2).fill([(state, row) for row, state in enumerate(states)], words)
     np.testing.assert_array_equal(words, alone(states, len(tokenizer)))
 
 
@@ -96,6 +89,6 @@ def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.Monkey
     words = np.full((2, num_words(size)), -1, np.int32)
     rows = [(state, row) for row, state in enumerate(states)]
     monkeypatch.setattr(mask_threads, "SLOW_SECONDS", -1.0)
-    assert fill(threads, rows, words)
-    assert [fill(threads, rows, words) for _ in range(mask_threads.ALONE_STEPS)].count(True) == 0
-    assert fill(threads, rows, words)
+    assert threads.fill(rows, words)
+    assert [threads.fill(rows, words) for _ in range(mask_threads.ALONE_STEPS)].count(True) == 0
+    assert threads.fill(rows, words)

@@ -94,14 +94,12 @@ def test_masks_that_threads_make_are_kept(raises: bool) -> None:
     """Those of grammars that are over, and all of them where the threads fail, are made alone."""
 
     class Threads:
-        def start(self, states: Any, words: Any) -> Any:
+        def fill(self, states: Any, words: Any) -> bool:
             for state, row in states:
                 words[row] = state
-            return self
-
-        def wait(self) -> None:
             if raises:
                 raise ValueError("a buffer of the wrong size")
+            return True
 
     class Grammar(Rules):
         made = False
