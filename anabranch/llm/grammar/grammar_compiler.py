@@ -25,8 +25,8 @@ LIMITS: dict[str, Any] = {
 }
 
 
-# Copies of a matcher share its lexer, which one thread at a time can use. Another matcher has one of
-# its own, and learns the states of the text anew.
+# Copies of a matcher share its lexer, which one thread at a time can use. Another matcher has its
+# own, and learns the states of the text anew.
 SEQUENCES_A_LEXER = 4  # until there are as many lexers as there may be
 MAX_LEXERS = 16  # and three of four cores
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from functools import cache
 from typing import Any
@@ -92,6 +93,25 @@ def test_every_answer_is_valid(drafts: str) -> None:
 def test_drafts_change_no_token(drafts: str) -> None:
     assert answers(drafts) == answers("none")
     assert engine(drafts).stats.speculative.num_accepted_tokens > 0
+
+
+def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Masks are made ahead by several threads, or one by one: of one grammar, some, and none."""
+    wanted: list[dict[str, Any]] = [{"json_object": True}] * 12
+    wanted += [{"regex": "[a-z]{3,9}"}, {"choice": ("yes", "no")}] * 2
+    given = [params(each, seed=place, max_tokens=40) for place, each in enumerate(wanted)]
+    given += [SamplingParams(max_tokens=40, seed=place, stop=["e"]) for place in range(4)]
+    given.append(params({"choice": ("yes", "no")}, bad_words=["yes", "no"]))  # fails
+    found: list[list[tuple[Any, ...]]] = []
+    for cores in (1, 8):
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
+        llm = LLM(talking_model(), device="cpu", max_num_seqs=16, speculative=None)
+        outputs = llm.generate(["hello the"] * len(given), given)
+        found.append(
+            [(x.outputs[0].token_ids, x.outputs[0].finish_reason, x.error) for x in outputs]
+        )
+    assert found[0] == found[1]
+    assert [error is not None for *_, error in found[0]] == [False] * (len(given) - 1) + [True]
 
 
 @pytest.mark.parametrize("drafts", DRAFTS)
