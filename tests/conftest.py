@@ -78,7 +78,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """With others, as gpu_shards.py says."""
     claims = os.environ.get("ANABRANCH_TEST_CLAIMS")
-    if claims is None or session.testsfailed or session.config.option.collectonly:
+    options = session.config.option
+    broken = session.testsfailed and not options.continue_on_collection_errors
+    if claims is None or broken or options.collectonly:
         return None
     run_claimed(session, Claims.of(claims))
     return True

@@ -6,13 +6,15 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel
+import pytest
 
-from anabranch.llm.server.answer_pieces import AnswerPiece, PieceKind
-from anabranch.llm.server.response_events import ResponseEvents
+pydantic = pytest.importorskip("pydantic")
+
+from anabranch.llm.server.answer_pieces import AnswerPiece, PieceKind  # noqa: E402
+from anabranch.llm.server.response_events import ResponseEvents  # noqa: E402
 
 
-class Whole(BaseModel):
+class Whole(pydantic.BaseModel):
     status: str
     output: list[dict[str, Any]]
     usage: dict[str, Any] | None
