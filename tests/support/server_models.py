@@ -20,12 +20,12 @@ from tokenizer_families import SPECIAL, tokenizer_of
 
 pytest.importorskip("fastapi")  # whoever imports this is skipped
 
-from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig  # noqa: E402
-from anabranch.llm.server.app import make_app  # noqa: E402
-from anabranch.llm.server.http_server import HttpServer  # noqa: E402
-from anabranch.llm.server.served_engine import ServedEngine  # noqa: E402
-from anabranch.llm.server.server_limits import ServerLimits  # noqa: E402
-from anabranch.llm.server.service import Service, make_service  # noqa: E402
+from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
+from anabranch.llm.server.app import make_app
+from anabranch.llm.server.http_server import HttpServer
+from anabranch.llm.server.served_engine import ServedEngine
+from anabranch.llm.server.server_limits import ServerLimits
+from anabranch.llm.server.service import Service, make_service
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the engines' processes: tests share the cores
 CONTEXT = 1024
