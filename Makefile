@@ -52,10 +52,10 @@ test-triton-%: .tritons/%/.ready
 
 test-versions: $(TRITONS:%=test-triton-%)
 
-# In CI, after `make test`: a third of the cases of each test, every kernel for Hopper, some for
+# In CI, after `make test`: a fifth of the cases of each test, every kernel for Hopper, some for
 # others, and nothing that Triton has no part in.
 test-newest: .tritons/$(NEWEST)/.ready
-	ANABRANCH_TEST_SAMPLE=3 PYTHONPATH=$(CURDIR)/.tritons/$(NEWEST) $(BIN)/pytest --numprocesses 2 --dist worksteal \
+	ANABRANCH_TEST_SAMPLE=5 PYTHONPATH=$(CURDIR)/.tritons/$(NEWEST) $(BIN)/pytest --numprocesses 2 --dist worksteal \
 	    $(WITHOUT_TRITON:%=--ignore=%) $(KERNEL_TESTS)
 
 # Not in CI: vLLM for a CPU takes 4 GB. torchvision and its like come for another torch in some
