@@ -123,8 +123,13 @@ def lay_out(
     bounds = np.cumsum([0, *(run.num_tokens for run in step)])
     ids, sources = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], -1, np.int64)
     positions, slots = np.empty_like(ids), np.empty_like(ids)
-    rows: list[Ints] = []
-    for run, (start, stop) in zip(step, pairwise(bounds), strict=True):
+    rows: list[Ints | list[int]] = []
+    for run, (start, stop) in zip(step, pairwise(bounds.tolist()), strict=True):
+        if run.num_tokens == run.num_known == 1:  # as most are, so without arrays of one
+            _fill_one(run, start, ids, sources, positions, slots, page_size, table_width)
+            if every_row or run.samples or run.scores_prompt:
+                rows.append([start])
+            continue
         _fill_ids(run, ids[start:stop], sources[start:stop], table_width)
         place = np.arange(run.start, run.start + run.num_tokens)
         last = run.start + run.num_tokens - run.num_padding - 1
@@ -132,7 +137,7 @@ def lay_out(
         slots[start:stop] = _slots(run, place, page_size)
         rows.append(_logit_rows(run, start, every_row))
     cu_seqlens, seq_lens, pages = _sequences(step, bounds, scorer)
-    logit_rows = np.concatenate(rows) if rows else np.empty(0, np.int64)
+    logit_rows = np.concatenate([*rows, np.empty(0, np.int64)])
     num_short = _count_short(step, cu_seqlens, scorer, most_short)
     # a graph has equally many tokens of all, for which one mask serves
     parents = _parents(step if every_row else step[:num_short]) if trees else None
@@ -177,6 +182,27 @@ def _slots(run: Scheduled, place: Ints, page_size: int) -> Ints:
     first, stop = run.start // page_size, (run.start + run.num_tokens - 1) // page_size + 1
     pages = np.array(run.seq.pages.pages[first:stop], np.int64)
     return pages[place // page_size - first] * page_size + place % page_size
+
+
+def _fill_one(
+    run: Scheduled,
+    place: int,
+    ids: Ints,
+    sources: Ints,
+    positions: Ints,
+    slots: Ints,
+    page_size: int,
+    table_width: int,
+) -> None:
+    """A token that the host or the device knows."""
+    seq, position = run.seq, run.start
+    if position < len(seq.tokens):
+        ids[place] = seq.tokens[position]
+    else:
+        assert seq.row is not None
+        sources[place] = seq.row * table_width
+    positions[place] = position
+    slots[place] = seq.pages.pages[position // page_size] * page_size + position % page_size
 
 
 def _fill_ids(run: Scheduled, ids: Ints, sources: Ints, table_width: int) -> None:

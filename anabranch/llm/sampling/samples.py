@@ -86,10 +86,14 @@ class PendingSamples:
                 path[1 : 1 + count] for path, count in zip(paths, num_accepted, strict=True)
             ]
         peaks = arrays.pop("peaks")
-        for seq, count in enumerate(num_accepted):
-            if -np.inf in peaks[seq, : count + 1, 0]:
-                tokens[seq] = []
-        num_nan = sum(int(np.isnan(peaks[i, : n + 1, 1]).sum()) for i, n in enumerate(num_accepted))
+        if np.isneginf(peaks[:, :, 0]).any():
+            for seq, count in enumerate(num_accepted):
+                if -np.inf in peaks[seq, : count + 1, 0]:
+                    tokens[seq] = []
+        nan = np.isnan(peaks[:, :, 1])
+        num_nan = 0
+        if nan.any():
+            num_nan = sum(int(nan[i, : n + 1].sum()) for i, n in enumerate(num_accepted))
         logprobs = None
         if arrays:
             logprobs = [
