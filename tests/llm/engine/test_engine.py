@@ -436,10 +436,8 @@ def test_prompt_logprobs(budget: int, speculative: Any, like_gpu: bool) -> None:
     assert_idle(llm)
 
 
-def test_prompt_logprobs_are_made_once_for_all_continuations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    llm = tiny(max_num_seqs=2)
+def counted_targets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of prompts whose logprobs were computed."""
     targets: list[int] = []
 
     def counted(rows: Any, tokens: torch.Tensor, wanted: int) -> Any:
@@ -447,6 +445,14 @@ def test_prompt_logprobs_are_made_once_for_all_continuations(
         return prompt_logprobs(rows, tokens, wanted)
 
     monkeypatch.setattr(launch_module, "prompt_logprobs", counted)
+    return targets
+
+
+def test_prompt_logprobs_are_made_once_for_all_continuations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = tiny(max_num_seqs=2)
+    targets = counted_targets(monkeypatch)
     found = answer(llm, n=5, temperature=1.0, seed=2, prompt_logprobs=1)
     assert targets == PROMPT[1:]
     assert found.prompt_logprobs == answer(tiny(), prompt_logprobs=1).prompt_logprobs
@@ -464,6 +470,15 @@ def test_prompt_logprobs_of_a_preempted_prompt() -> None:
             assert entry is not None
             _check_entry(entry, exact[place], prompt[place + 1], 1)
     assert llm.stats.num_preemptions > 0
+
+
+def test_prompt_logprobs_that_are_known_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence that is preempted after its prompt."""
+    llm, prompt = tiny(kv_cache_gib=pages(6), max_model_len=96), PROMPTS[6][:40]
+    targets = counted_targets(monkeypatch)
+    llm.generate([prompt, prompt], replace(GREEDY, prompt_logprobs=1, max_tokens=20))
+    assert llm.stats.num_preemptions > 0
+    assert targets == [*prompt[1:], *prompt[1:]]
 
 
 def test_speculate_is_the_requests_choice(llm: LLM) -> None:

@@ -110,6 +110,22 @@ def test_calls_are_found_in_an_answer_that_comes_at_once(case: str, after: str) 
         assert not text_of(pieces)
 
 
+@pytest.mark.parametrize(
+    ("written", "head"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": '),
+        (LLAMA3, '{"name": "f", "parameters": '),
+        (DEEPSEEK, "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_calls_are_told_before_they_end(written: ToolFormat, head: str) -> None:
+    parser = ToolParser(written)
+    pieces = parser.push(head, final=False)
+    pieces += parser.push('{"a": ', final=False)
+    assert joined(pieces) == [(PieceKind.CALL, "f"), (PieceKind.ARGUMENTS, '{"a": ')]
+
+
 @pytest.mark.parametrize("size", [1, 4, 1000])
 @pytest.mark.parametrize(
     ("text", "opened", "reasoning", "content"),

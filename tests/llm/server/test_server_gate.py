@@ -151,6 +151,18 @@ def test_bodies_of_many_values_are_not_parsed(body: Any, many: bool) -> None:
     assert answer.status_code == (413 if many else 400)  # there is no field `tokens`
 
 
+@pytest.mark.parametrize("says_its_length", [True, False])
+def test_the_largest_body(says_its_length: bool) -> None:
+    service = cast("Service", SimpleNamespace(limits=ServerLimits(max_body_bytes=100)))
+    client = TestClient(make_app(service), base_url="http://localhost")
+    for size, status in ((100, 400), (101, 413)):  # there is no field `tokens`
+        body = b"{}".ljust(size)
+        content = body if says_its_length else iter([body[:60], body[60:]])
+        answer = client.post("/detokenize", content=content, headers={"content-type": JSON})
+        assert answer.status_code == status
+        assert ("exceeds 100 bytes" in answer.text) == (status == 413)
+
+
 def test_addresses_of_this_machine_only() -> None:
     assert all(map(is_loopback, ["127.0.0.1", "127.9.9.9", "::1", "localhost"]))
     assert not any(map(is_loopback, ["0.0.0.0", "::", "192.168.0.7", "example.org"]))

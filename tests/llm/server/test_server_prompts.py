@@ -16,6 +16,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(needed)
 
 from tokenizer_families import FAMILIES, WORDS, tokenizer_of  # noqa: E402
+from tokenizers.processors import TemplateProcessing  # noqa: E402
 
 from anabranch.llm.server.encoding_threads import (  # noqa: E402
     LONG_CHARS,
@@ -110,6 +111,15 @@ def test_texts_of_the_longest_tokens_fit() -> None:
     assert len(encoder.text(text)) == LIMIT
 
 
+def test_special_tokens_are_not_counted_with_every_piece() -> None:
+    tokenizer = tokenizer_of("byte-level")
+    many = TemplateProcessing(single="<user> " * 100 + "$0", special_tokens=[("<user>", 1)])
+    tokenizer.backend_tokenizer.post_processor = many
+    num_tokens = PIECE_CHARS // len("<assistant>") + 10  # two pieces
+    encoder = encoder_of(tokenizer, num_tokens)
+    assert len(encoder.text("<assistant>" * num_tokens, special=False)) == num_tokens
+
+
 def test_all_parts_of_a_conversation_count() -> None:
     encoder = encoder_of(TOKENIZERS["byte-level"])
     half = "a" * (encoder.max_prompt_bytes // 2 + 1)
@@ -159,6 +169,7 @@ def test_long_texts_that_wait_are_bounded() -> None:
         assert full.value.status_code == 429
         second.cancel()  # its client left before it began
         await asyncio.wait([second])
+        assert second.cancelled()  # and was not refused: both halves may wait
         await asyncio.sleep(0)  # the thread's own future is cancelled by a callback
         release.set()
         assert await first
