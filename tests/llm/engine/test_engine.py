@@ -18,6 +18,7 @@ from tiny_models import (
     GREEDY,
     PAGE_BYTES,
     VOCAB,
+    CalledGraphs,
     as_on_gpu,
     assert_idle,
     blurred_source,
@@ -33,6 +34,7 @@ from tiny_models import (
 
 from anabranch.llm.engine import arrivals as arrivals_module
 from anabranch.llm.engine import launch as launch_module
+from anabranch.llm.engine.build import _capture
 from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.engine.text_stream import TextStream
@@ -642,6 +644,22 @@ def test_scored_prompts_keep_few_rows_of_logits(plain: LLM, like_gpu: bool) -> N
             *map(_rounded, theirs.prompt_logprobs or [])
         ]
     assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [({}, {6}), ({"adaptive": True}, {1, 3, 6}), ({"tree_width": 3}, {1, 3, 6})],
+    ids=["chain", "adaptive", "tree"],
+)
+def test_numbers_of_drafts_that_have_graphs(options: dict[str, Any], numbers: set[int]) -> None:
+    """Passes of the draft model; trees are as deep as they were accepted."""
+    llm = tiny(speculative=DRAFT | {"num_drafts": 6} | options, max_num_seqs=2)
+    built = llm.engine._launcher._built
+    runner, chain = built.runner, built.draft
+    assert chain is not None
+    runner.graphs, runner.prompt_graphs, chain.graphs = (CalledGraphs() for _ in range(3))
+    _capture(llm.engine.config, built.limits, runner, chain, lambda *_: None)
+    assert {key.num_drafts for key in chain.graphs} == numbers
 
 
 def test_speculation_by_the_name_of_its_method() -> None:

@@ -11,7 +11,7 @@ from anabranch.llm.server.answer_pieces import AnswerPiece, PieceKind, PiecePars
 from anabranch.llm.server.channels import ChannelParser
 from anabranch.llm.server.reasoning import ReasoningParser
 from anabranch.llm.server.tool_format import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
-from anabranch.llm.server.tool_parser import ToolParser
+from anabranch.llm.server.tool_parser import LONGEST_HEAD, ToolParser
 
 CITY = {"city": 'B"a}s{e]l\n', "days": [1, {"a": None}]}
 ONE = ("get_weather", CITY)
@@ -43,6 +43,18 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[Any]]] = {
         [("f", {"a": 1})],
     ),
     "no JSON": (HERMES, "<tool_call>what", "<tool_call>what", []),
+    "no JSON, then a call": (
+        HERMES,
+        "<tool_call>what</tool_call>\n" + hermes(*ONE),
+        "<tool_call>what",
+        [ONE],
+    ),
+    "a long head, then a call": (
+        HERMES,
+        '<tool_call>{"x": "' + "y" * LONGEST_HEAD + hermes(*TWO),
+        '<tool_call>{"x": "' + "y" * LONGEST_HEAD,
+        [TWO],
+    ),
     "llama": (LLAMA3, plain(*ONE, "parameters"), "", [ONE]),
     "llama, tagged": (LLAMA3, "<|python_tag|>" + plain(*ONE, "parameters"), "", [ONE]),
     "two of llama": (

@@ -224,6 +224,16 @@ def test_a_body_that_is_no_json_by_its_type(client: Any) -> None:
     assert answer.status_code == 415 and "'text/plain'" in answer.json()["error"]["message"]
 
 
+def test_as_many_tokens_as_a_context_become_text(client: Any) -> None:
+    for size, status in ((64, 200), (65, 400)):
+        answer = client.post("/detokenize", json={"tokens": [5] * size})
+        assert answer.status_code == status
+        assert ("at most 64 tokens, got 65" in answer.text) == (status == 400)
+    last = len(tiny_tokenizer()) - 1
+    for token, status in ((last, 200), (last + 1, 400)):
+        assert client.post("/detokenize", json={"tokens": [token]}).status_code == status
+
+
 def streamed(client: Any, **body: Any) -> list[Any]:
     body |= {"stream": True, "stream_options": {"include_usage": True} | body.pop("options", {})}
     *lines, done = client.post(COMPLETIONS, json=body).text.strip().split("\n\n")

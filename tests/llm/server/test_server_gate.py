@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -76,6 +77,12 @@ def test_an_empty_key_is_refused(key: str) -> None:
         serve(cast("Any", None), api_key=key)
 
 
+def test_a_time_to_drain_that_is_none_is_refused() -> None:
+    for seconds in (-1, math.nan):
+        with pytest.raises(ValueError, match="drain_seconds must be at least 0"):
+            serve(cast("Any", None), drain_seconds=seconds)
+
+
 OURS = ["localhost", "LOCALHOST:8000", "a.localhost:1", "127.0.0.1:8000", "[::1]:8000", "[::1]",
         "192.168.0.7:80", "localhost."]  # fmt: skip
 FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example",
@@ -123,7 +130,7 @@ def test_what_a_server_is_called(
     monkeypatch.setattr(command, "HttpServer", lambda app, *_, **__: apps.append(app) or server)
     monkeypatch.setattr(command, "check_address", lambda *_: None)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    serve(cast("Any", None), host=host, allowed_hosts=allowed)
+    serve(cast("Any", None), host=host, allowed_hosts=allowed, drain_seconds=0)
     for name, answered in answers.items():
         client = TestClient(apps[0], base_url=f"http://{name}")
         assert client.get("/version").status_code == (200 if answered else 403)

@@ -26,7 +26,7 @@ from anabranch.llm.server.encoding_threads import (  # noqa: E402
 from anabranch.llm.server.errors import ApiError  # noqa: E402
 from anabranch.llm.server.prompt_encoder import PIECE_CHARS, PromptEncoder  # noqa: E402
 
-LIMIT = 200
+LIMIT, VOCAB = 200, 10**6
 
 
 class Spy:
@@ -51,7 +51,7 @@ class Spy:
 
 def encoder_of(tokenizer: Any, limit: int = LIMIT) -> PromptEncoder:
     return PromptEncoder(
-        tokenizer, vocab_size=10**6, max_model_len=limit + 1, max_prompt_tokens=limit
+        tokenizer, vocab_size=VOCAB, max_model_len=limit + 1, max_prompt_tokens=limit
     )
 
 
@@ -131,6 +131,23 @@ def test_all_parts_of_a_conversation_count() -> None:
         encoder.refuse_by_bytes(["€" * (encoder.max_prompt_bytes // 3 + 1)], "prompt")
 
 
+def test_the_longest_prompts() -> None:
+    encoder = encoder_of(TOKENIZERS["byte-level"])
+    encoder.refuse_by_bytes(["a" * encoder.max_prompt_bytes], "prompt")
+    with pytest.raises(ApiError, match="bytes"):
+        encoder.refuse_by_bytes(["a" * encoder.max_prompt_bytes, "a"], "prompt")
+    longest, more = [5] * LIMIT, [6, *[5] * LIMIT]
+    assert encoder.fitted(longest, truncate=None, max_tokens=1) == longest
+    assert encoder.fitted(more, truncate=LIMIT, max_tokens=None) == longest
+    with pytest.raises(ApiError, match=f"has {LIMIT + 1} tokens, the most is {LIMIT}"):
+        encoder.fitted(more, truncate=None, max_tokens=None)
+    with pytest.raises(ApiError, match="ask for at most 1"):
+        encoder.fitted(longest, truncate=None, max_tokens=2)
+    assert encoder.fitted([VOCAB - 1], truncate=None, max_tokens=None) == [VOCAB - 1]
+    with pytest.raises(ApiError, match=f"token id {VOCAB} is not in the vocabulary of {VOCAB}"):
+        encoder.fitted([3, VOCAB, 4], truncate=None, max_tokens=None)
+
+
 def in_loop(call: Callable[[], Any]) -> Any:
     async def bounded() -> Any:
         async with asyncio.timeout(20):
@@ -143,12 +160,14 @@ def test_a_long_text_does_not_hold_up_a_short_one() -> None:
     release = threading.Event()
 
     async def check() -> None:
-        threads = EncodingThreads()
+        threads, before = EncodingThreads(), set(threading.enumerate())
         long = [
             asyncio.ensure_future(threads.run(LONG_CHARS + 1, lambda: release.wait(20)))
             for _ in range(4)
         ]
         assert await threads.run(10, lambda: "short") == "short"
+        started = [each.name for each in threading.enumerate() if each not in before]
+        assert sum("long" in name for name in started) == 1, "which all of them share"
         assert not any(each.done() for each in long)
         release.set()
         assert await asyncio.gather(*long) == [True] * 4
