@@ -38,6 +38,6 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, num_top: int) -> Logprobs:
         raise ValueError(f"targets {[*targets.shape]} do not match logits {[*logits.shape]}")
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"num_top {num_top} is not from 0 to the vocabulary {logits.shape[1]}")
-    pieces = (x.split(_ROWS_AT_ONCE) for x in (logits, targets))
-    parts = map(token_logprobs, *pieces, repeat(num_top))
+    rows, tokens = torch.split(logits, _ROWS_AT_ONCE), torch.split(targets, _ROWS_AT_ONCE)
+    parts = map(token_logprobs, rows, tokens, repeat(num_top))
     return Logprobs(*(torch.cat(part) for part in zip(*parts, strict=True)))
