@@ -81,6 +81,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{ENGINE}test_engine_sizes.py",
         f"{ENGINE}test_engine.py",
         f"{ENGINE}test_engine_sparse.py",
+        f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/engine/detokeniser.py": (f"{ENGINE}test_text_stream.py",),
     "llm/engine/drafters.py": (
@@ -139,6 +140,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "llm/server/guarded_protocol.py": (f"{SERVER}test_server_connections.py",),
     "llm/server/heartbeat.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/markdown.py": (f"{SERVER}test_server_markdown.py",),
+    "llm/server/offer_grammar.py": (f"{SERVER}test_offer_grammar.py",),
     "llm/server/restart_policy.py": (f"{SERVER}test_server_failure.py",),
     "llm/server/restarting_engine.py": (f"{SERVER}test_server_failure.py",),
     "keys/": (

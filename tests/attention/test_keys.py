@@ -8,7 +8,15 @@ import pytest
 import torch
 from cases import SOURCES, Case, make_inputs
 
-from anabranch.keys import KINDS, KeySource, LatentKV, SelectedKV, flatten_source, rebuild_source
+from anabranch.keys import (
+    KINDS,
+    KeySource,
+    LatentKV,
+    PagedKV,
+    SelectedKV,
+    flatten_source,
+    rebuild_source,
+)
 from anabranch.keys.view import StoreFormat
 
 CASE = Case(q_lens=(1, 1, 1), k_lens=(5, 20, 0), dims=(16, 24))
@@ -104,6 +112,21 @@ def test_lists_name_keys_of_their_tokens_sequence(num_lists: int | None, by_seqs
             heads = slice(None) if num_lists is None else slice(first, first + 1)
             for found, whole in zip(selected.gather(number), keys.gather(owner), strict=True):
                 assert torch.equal(found, whole[listed, heads])
+
+
+def test_pages_that_lie_in_order_are_read_in_place() -> None:
+    """And nothing else is: other orders and pages that lie apart are copied as they are read."""
+    whole, apart = torch.randn(2, 6, 4, 2, 8), torch.randn(6, 2, 4, 2, 8)
+    table = torch.tensor([[2, 3, 4], [4, 2, 3], [5, 0, 0]], dtype=torch.int32)
+    lens = torch.tensor([10, 10, 4], dtype=torch.int32)
+    for (k, v), lies_apart in ((whole, False), (apart.unbind(1), True)):
+        keys = PagedKV(k, v, table, lens)
+        for seq, in_place in enumerate((True, False, True)):
+            length = int(lens[seq])
+            columns = keys.columns([seq], [length], length - 3, None)
+            assert (columns.copied_bytes == 0) == (in_place and not lies_apart)
+            pairs = zip(columns.read(slice(0, length - 3)), keys.gather(seq), strict=True)
+            assert all(torch.equal(found[0], expected[3:]) for found, expected in pairs)
 
 
 def test_pages_of_latent_rows_are_read_in_their_order() -> None:

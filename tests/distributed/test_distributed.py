@@ -365,6 +365,20 @@ def test_without_a_group() -> None:
         merge_across(AttentionState.empty((2, 4, 8)))
 
 
+@pytest.fixture
+def one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("heads", ["all", "scattered"])
+def test_one_rank_keeps_its_state(heads: Any, one_rank: None) -> None:
+    state = AttentionState(torch.randn(SHAPE), torch.randn(SHAPE[:-1]))
+    for got, right in zip(merge_across(state, heads=heads, check=True), state, strict=True):
+        assert torch.equal(got, right)
+
+
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("page_size", [1, 4])
 def test_every_position_is_dealt_once(page_size: int, num_ranks: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -37,10 +38,6 @@ def prompt_logprobs(logits: Tensor, targets: Tensor, num_top: int) -> Logprobs:
         raise ValueError(f"targets {[*targets.shape]} do not match logits {[*logits.shape]}")
     if not 0 <= num_top <= logits.shape[1]:
         raise ValueError(f"num_top {num_top} is not from 0 to the vocabulary {logits.shape[1]}")
-    pieces = [
-        slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(targets), _ROWS_AT_ONCE)
-    ]
-    if len(pieces) <= 1:
-        return token_logprobs(logits, targets, num_top)
-    parts = [token_logprobs(logits[piece], targets[piece], num_top) for piece in pieces]
+    rows, tokens = torch.split(logits, _ROWS_AT_ONCE), torch.split(targets, _ROWS_AT_ONCE)
+    parts = map(token_logprobs, rows, tokens, repeat(num_top))
     return Logprobs(*(torch.cat(part) for part in zip(*parts, strict=True)))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from enum import IntFlag
+from enum import IntFlag, auto
 
 import numpy as np
 
@@ -33,16 +33,16 @@ _ROW = np.dtype(
 class Work(IntFlag):
     """What a request needs done, known without a look at the device."""
 
-    GREEDY = 1
-    DRAW = 2
-    TEMPERATURE = 4
-    MIN_P = 8
-    TOP_K = 16
-    TOP_P = 32
-    BIAS = 64
-    MIN_TOKENS = 128
-    PENALTIES = 256
-    LOGPROBS = 512
+    GREEDY = auto()
+    DRAW = auto()
+    TEMPERATURE = auto()
+    MIN_P = auto()
+    TOP_K = auto()
+    TOP_P = auto()
+    BIAS = auto()
+    MIN_TOKENS = auto()
+    PENALTIES = auto()
+    LOGPROBS = auto()
 
     @staticmethod
     def of(params: SamplingParams, vocab_size: int) -> Work:

@@ -75,12 +75,12 @@ class ToolParser:
             self._text.held = held[match.end() :]
             self._end, self._state = JsonValueEnd(), self._arguments
             return True
-        if not self._format.has_header and self._take_whole(pieces):
+        no_call = self._is_no_call()
+        if not (self._format.has_header or no_call) and self._take_whole(pieces):
             return True
-        if len(held) > LONGEST_HEAD or self._is_no_call():
-            self._text.held = ""
-            self._write(pieces, self._opened + held)
-            self._opened, self._state = "", self._content
+        if no_call or len(held) > LONGEST_HEAD:
+            self._write(pieces, self._opened)
+            self._opened, self._state = "", self._content  # a call may yet follow
             return True
         return False
 

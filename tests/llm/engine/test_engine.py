@@ -18,6 +18,7 @@ from tiny_models import (
     GREEDY,
     PAGE_BYTES,
     VOCAB,
+    CalledGraphs,
     as_on_gpu,
     assert_idle,
     blurred_source,
@@ -33,6 +34,7 @@ from tiny_models import (
 
 from anabranch.llm.engine import arrivals as arrivals_module
 from anabranch.llm.engine import launch as launch_module
+from anabranch.llm.engine.build import _capture
 from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.engine.text_stream import TextStream
@@ -436,10 +438,8 @@ def test_prompt_logprobs(budget: int, speculative: Any, like_gpu: bool) -> None:
     assert_idle(llm)
 
 
-def test_prompt_logprobs_are_made_once_for_all_continuations(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    llm = tiny(max_num_seqs=2)
+def counted_targets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of prompts whose logprobs were computed."""
     targets: list[int] = []
 
     def counted(rows: Any, tokens: torch.Tensor, wanted: int) -> Any:
@@ -447,6 +447,14 @@ def test_prompt_logprobs_are_made_once_for_all_continuations(
         return prompt_logprobs(rows, tokens, wanted)
 
     monkeypatch.setattr(launch_module, "prompt_logprobs", counted)
+    return targets
+
+
+def test_prompt_logprobs_are_made_once_for_all_continuations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    llm = tiny(max_num_seqs=2)
+    targets = counted_targets(monkeypatch)
     found = answer(llm, n=5, temperature=1.0, seed=2, prompt_logprobs=1)
     assert targets == PROMPT[1:]
     assert found.prompt_logprobs == answer(tiny(), prompt_logprobs=1).prompt_logprobs
@@ -464,6 +472,15 @@ def test_prompt_logprobs_of_a_preempted_prompt() -> None:
             assert entry is not None
             _check_entry(entry, exact[place], prompt[place + 1], 1)
     assert llm.stats.num_preemptions > 0
+
+
+def test_prompt_logprobs_that_are_known_are_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a sequence that is preempted after its prompt."""
+    llm, prompt = tiny(kv_cache_gib=pages(6), max_model_len=96), PROMPTS[6][:40]
+    targets = counted_targets(monkeypatch)
+    llm.generate([prompt, prompt], replace(GREEDY, prompt_logprobs=1, max_tokens=20))
+    assert llm.stats.num_preemptions > 0
+    assert targets == [*prompt[1:], *prompt[1:]]
 
 
 def test_speculate_is_the_requests_choice(llm: LLM) -> None:
@@ -627,6 +644,22 @@ def test_scored_prompts_keep_few_rows_of_logits(plain: LLM, like_gpu: bool) -> N
             *map(_rounded, theirs.prompt_logprobs or [])
         ]
     assert_idle(llm)
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [({}, {6}), ({"adaptive": True}, {1, 3, 6}), ({"tree_width": 3}, {1, 3, 6})],
+    ids=["chain", "adaptive", "tree"],
+)
+def test_numbers_of_drafts_that_have_graphs(options: dict[str, Any], numbers: set[int]) -> None:
+    """Passes of the draft model; trees are as deep as they were accepted."""
+    llm = tiny(speculative=DRAFT | {"num_drafts": 6} | options, max_num_seqs=2)
+    built = llm.engine._launcher._built
+    runner, chain = built.runner, built.draft
+    assert chain is not None
+    runner.graphs, runner.prompt_graphs, chain.graphs = (CalledGraphs() for _ in range(3))
+    _capture(llm.engine.config, built.limits, runner, chain, lambda *_: None)
+    assert {key.num_drafts for key in chain.graphs} == numbers
 
 
 def test_speculation_by_the_name_of_its_method() -> None:

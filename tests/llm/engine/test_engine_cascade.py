@@ -161,7 +161,8 @@ def test_off_is_off(cascades: list[Any]) -> None:
 def test_by_default_a_gpu_shares_where_that_can_pay() -> None:
     def built(device: str, max_model_len: int = 8192, latent: bool = False, **given: Any) -> bool:
         limits = Limits(max_model_len, 64, 64, 16, 1000, 0)
-        layers = {0: LayerShape(1 if latent else 8, 128, 128, torch.float16, is_latent=latent)}
+        large = LayerShape(1 if latent else 8, 128, 128, torch.float16, is_latent=latent)
+        layers = {0: LayerShape(1, 8, 8, torch.float16), 1: large}  # the largest counts
         found = shared_prefixes(EngineConfig(**given), limits, layers, torch.device(device))
         return found is not None
 

@@ -177,6 +177,32 @@ def test_a_preempted_sequence_finds_its_own_pages_until_they_are_taken() -> None
     assert pool.num_free == 4
 
 
+@pytest.mark.parametrize(
+    ("size", "theirs", "promised"),
+    [
+        (9, [*range(12)], 8),
+        (8, [*range(12)], 4),  # the last token is computed for its logits
+        (9, [*range(8)], 8),
+        (9, [*range(7)], 4),
+        (9, [0, 1, 2, 3, 4, 50, 6, 7, 8], 4),
+        (9, [50, *range(1, 12)], 0),
+        (4, [*range(12)], 0),
+    ],
+)
+def test_whole_pages_that_another_is_to_compute_are_promised(
+    size: int, theirs: list[int], promised: int
+) -> None:
+    pool, tokens = PagePool(NUM_PAGES), list(range(size))
+    mine, other = SequencePages(pool, PAGE), SequencePages(pool, PAGE)
+    assert mine.num_promised(tokens, other, theirs) == promised
+    assert mine.num_promised(tokens, SequencePages(pool, PAGE, b"apart"), theirs) == 0
+    assert other.grow(len(theirs))
+    other.remember(theirs, PAGE)
+    assert mine.num_promised(tokens, other, theirs) == 0, "a page is there to be shared"
+    assert mine.match_prefix(tokens) == (PAGE if promised else 0)
+    assert mine.num_promised(tokens, other, theirs) == max(promised - PAGE, 0)
+
+
 def test_a_pool_has_pages() -> None:
     with pytest.raises(ValueError, match="got 0"):
         PagePool(0)

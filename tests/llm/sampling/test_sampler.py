@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from anabranch.kernels.triton import mask_tokens as mask_in_triton
 from anabranch.llm.grammar.token_rules import token_mask
 from anabranch.llm.sampling.batch import SampleBatch
 from anabranch.llm.sampling.filters import UNIT, keep_top_p
-from anabranch.llm.sampling.logits import _argmax_in_pieces
+from anabranch.llm.sampling.logits import _argmax_in_pieces, mask_tokens
 from anabranch.llm.sampling.logprobs import prompt_logprobs
 from anabranch.llm.sampling.noise import child_seed, draw, fresh_seed, noise_keys
 from anabranch.llm.sampling.parameter_rows import SamplingRows
@@ -231,6 +232,13 @@ def test_masks_ban_tokens_of_their_rows(ban: Any, vocab: int) -> None:
         wanted[row, banned] = -torch.inf
     ban(scores, torch.tensor(rows, device=device), words)
     assert torch.equal(scores, wanted)
+
+
+def test_a_cpu_bans_tokens_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, mask_in_triton.__name__, None)
+    words = torch.from_numpy(token_mask({1}, 3)).unsqueeze(0)
+    scores = mask_tokens(torch.zeros(2, 3), torch.tensor([1]), words)
+    assert scores.tolist() == [[0, 0, 0], [-math.inf, 0, -math.inf]]
 
 
 def test_rounding_of_the_logits_moves_only_near_ties() -> None:
@@ -454,8 +462,11 @@ def test_prompt_logprobs(num_tokens: int) -> None:
     torch.testing.assert_close(found.chosen.double(), chosen.squeeze(1), atol=1e-5, rtol=0)
     torch.testing.assert_close(found.top.double(), expected.topk(3).values, atol=1e-5, rtol=0)
     assert torch.equal(found.ranks, (expected > chosen).sum(1) + 1)
-    with pytest.raises(ValueError, match="num_top 31"):
-        prompt_logprobs(logits, targets, 31)
+    assert prompt_logprobs(logits, targets, 0).top.shape == (num_tokens, 0)
+    assert prompt_logprobs(logits, targets, 30).top.shape == (num_tokens, 30)
+    for wrong in (-1, 31):
+        with pytest.raises(ValueError, match=f"num_top {wrong} is not from 0 to the vocabulary 30"):
+            prompt_logprobs(logits, targets, wrong)
 
 
 def test_outputs_stay_on_the_device_too() -> None:

@@ -71,6 +71,9 @@ def test_normal_forms() -> None:
     assert SamplingParams(stop=["a", "b"], stop_token_ids=[3]).stop == ("a", "b")
     assert SamplingParams(stop_token_ids=[3, 4]).stop_token_ids == (3, 4)
     assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
+    assert SamplingParams(allowed_token_ids=[3, 4]).allowed_token_ids == (3, 4)
+    with pytest.raises(ValueError, match="allowed_token_ids must not be empty"):
+        SamplingParams(allowed_token_ids=[])
     bias = {3: 1}
     params = SamplingParams(logit_bias=bias)
     bias[3] = 2
@@ -115,6 +118,22 @@ def test_the_least_number_of_tokens_may_be_the_most() -> None:
         SamplingParams(min_tokens=5, max_tokens=4)
 
 
-def test_kinds_of_work_are_bits_of_their_own() -> None:
-    """A kind that held the bit of another would ask for both."""
-    assert [int(kind) for kind in Work.__members__.values()] == [1 << bit for bit in range(10)]
+WORK: list[tuple[dict[str, Any], Work]] = [
+    ({}, Work.DRAW),
+    ({"temperature": 0}, Work.GREEDY),
+    ({"temperature": 0, "top_p": 0.5, "min_p": 0.5}, Work.GREEDY),
+    ({"temperature": 0.5}, Work.DRAW | Work.TEMPERATURE),
+    ({"min_p": 0.1}, Work.DRAW | Work.MIN_P),
+    ({"top_k": 9}, Work.DRAW | Work.TOP_K),
+    ({"top_k": 10}, Work.DRAW),
+    ({"top_p": 0.9}, Work.DRAW | Work.TOP_P),
+    ({"logit_bias": {3: 0.0}}, Work.DRAW | Work.BIAS),
+    ({"min_tokens": 1}, Work.DRAW | Work.MIN_TOKENS),
+    ({"presence_penalty": 0.5}, Work.DRAW | Work.PENALTIES),
+    ({"logprobs": 0}, Work.DRAW | Work.LOGPROBS),
+]
+
+
+@pytest.mark.parametrize(("options", "work"), WORK, ids=str)
+def test_a_request_asks_for_the_work_that_it_needs(options: dict[str, Any], work: Work) -> None:
+    assert Work.of(SamplingParams(**options), vocab_size=10) is work

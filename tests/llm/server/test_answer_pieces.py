@@ -11,7 +11,7 @@ from anabranch.llm.server.answer_pieces import AnswerPiece, PieceKind, PiecePars
 from anabranch.llm.server.channels import ChannelParser
 from anabranch.llm.server.reasoning import ReasoningParser
 from anabranch.llm.server.tool_format import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
-from anabranch.llm.server.tool_parser import ToolParser
+from anabranch.llm.server.tool_parser import LONGEST_HEAD, ToolParser
 
 CITY = {"city": 'B"a}s{e]l\n', "days": [1, {"a": None}]}
 ONE = ("get_weather", CITY)
@@ -43,6 +43,18 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[Any]]] = {
         [("f", {"a": 1})],
     ),
     "no JSON": (HERMES, "<tool_call>what", "<tool_call>what", []),
+    "no JSON, then a call": (
+        HERMES,
+        "<tool_call>what</tool_call>\n" + hermes(*ONE),
+        "<tool_call>what",
+        [ONE],
+    ),
+    "a long head, then a call": (
+        HERMES,
+        '<tool_call>{"x": "' + "y" * LONGEST_HEAD + hermes(*TWO),
+        '<tool_call>{"x": "' + "y" * LONGEST_HEAD,
+        [TWO],
+    ),
     "llama": (LLAMA3, plain(*ONE, "parameters"), "", [ONE]),
     "llama, tagged": (LLAMA3, "<|python_tag|>" + plain(*ONE, "parameters"), "", [ONE]),
     "two of llama": (
@@ -108,6 +120,22 @@ def test_calls_are_found_in_an_answer_that_comes_at_once(case: str, after: str) 
     assert text_of(pieces).rstrip("\n") == content.rstrip("\n")
     if calls and not content:
         assert not text_of(pieces)
+
+
+@pytest.mark.parametrize(
+    ("written", "head"),
+    [
+        (HERMES, '<tool_call>{"name": "f", "arguments": '),
+        (LLAMA3, '{"name": "f", "parameters": '),
+        (DEEPSEEK, "<｜tool▁call▁begin｜>f<｜tool▁sep｜>"),
+    ],
+    ids=lambda given: getattr(given, "name", ""),
+)
+def test_calls_are_told_before_they_end(written: ToolFormat, head: str) -> None:
+    parser = ToolParser(written)
+    pieces = parser.push(head, final=False)
+    pieces += parser.push('{"a": ', final=False)
+    assert joined(pieces) == [(PieceKind.CALL, "f"), (PieceKind.ARGUMENTS, '{"a": ')]
 
 
 @pytest.mark.parametrize("size", [1, 4, 1000])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import math
-from dataclasses import MISSING, fields
+from dataclasses import asdict
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from anabranch.llm.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.llm.server import command, metrics  # noqa: E402
 from anabranch.llm.server.app import make_app  # noqa: E402
 from anabranch.llm.server.body_values import has_many_values  # noqa: E402
+from anabranch.llm.server.chat import ChatReply  # noqa: E402
 from anabranch.llm.server.chat_models import ChatRequest  # noqa: E402
 from anabranch.llm.server.completion_models import CompletionRequest  # noqa: E402
 from anabranch.llm.server.engine_watch import HangPolicy  # noqa: E402
@@ -83,8 +84,7 @@ KINDS = {
 @pytest.mark.parametrize("made", DEFAULTS, ids=lambda made: made.__qualname__)
 def test_defaults(made: Any) -> None:
     if isinstance(made, type):
-        found = {each.name: each.default for each in fields(made) if each.default is not MISSING}
-        assert found == DEFAULTS[made]
+        assert asdict(made()) == DEFAULTS[made]
         return
     given = inspect.signature(made).parameters
     assert {name: given[name].default for name in DEFAULTS[made]} == DEFAULTS[made]
@@ -164,7 +164,7 @@ def test_tools_of_a_request() -> None:
         assert ChatRequest(**body, tools=[tool], tool_choice=choice).tool_choice is not None
 
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
 WRONG: list[tuple[str, Any, str | None, str]] = [  # a path, a body, the field and what is said
     (COMPLETIONS, b'{"prompt": x}', None, "is not valid JSON at character 11: Expecting value"),
@@ -195,6 +195,7 @@ WRONG: list[tuple[str, Any, str | None, str]] = [  # a path, a body, the field a
         "messages.0.content.0.type",
         "Input should be 'text', got 'image_url'",
     ),
+    (RESPONSES, {"input": [{"type": "reasoning"}]}, "input", "at least 1 item after validation"),
 ]
 
 
@@ -221,6 +222,51 @@ def test_what_is_wrong_with_a_body(
 def test_a_body_that_is_no_json_by_its_type(client: Any) -> None:
     answer = client.post(COMPLETIONS, content=b"{}", headers={"content-type": "text/plain"})
     assert answer.status_code == 415 and "'text/plain'" in answer.json()["error"]["message"]
+
+
+def test_as_many_tokens_as_a_context_become_text(client: Any) -> None:
+    for size, status in ((64, 200), (65, 400)):
+        answer = client.post("/detokenize", json={"tokens": [5] * size})
+        assert answer.status_code == status
+        assert ("at most 64 tokens, got 65" in answer.text) == (status == 400)
+    last = len(tiny_tokenizer()) - 1
+    for token, status in ((last, 200), (last + 1, 400)):
+        assert client.post("/detokenize", json={"tokens": [token]}).status_code == status
+
+
+def streamed(client: Any, **body: Any) -> list[Any]:
+    body |= {"stream": True, "stream_options": {"include_usage": True} | body.pop("options", {})}
+    *lines, done = client.post(COMPLETIONS, json=body).text.strip().split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_the_prompt_is_echoed_with_the_first_text(client: Any) -> None:
+    said = streamed(client, prompt="hello the", max_tokens=6, echo=True, ignore_eos=True)
+    first, *later = [chunk["choices"][0]["text"] for chunk in said if chunk["choices"]]
+    assert first.startswith("hello the")
+    assert later and not any("hello the" in text for text in later)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+def test_a_token_that_is_not_sent_is_not_counted(max_tokens: int, client: Any) -> None:
+    every = {"continuous_usage_stats": True}
+    body = {"prompt": "hello", "max_tokens": max_tokens, "echo": True, "ignore_eos": True}
+    said = streamed(client, **body, options=every)
+    assert [chunk["usage"]["completion_tokens"] for chunk in said] == [max_tokens] * 2
+
+
+@pytest.mark.parametrize("effort", [None, "low"])
+def test_a_template_is_told_the_effort_that_was_given(effort: Any) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = (
+        "{% if reasoning_effort is defined %}{{ reasoning_effort }}{% endif %}!"
+    )
+    engine = RandomEngine(tokenizer, context=64)
+    service = make_service(engine, limits=ServerLimits(), model_name="tiny", created=0)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": "x"}]}
+    (prompt,) = ChatReply(service, ChatRequest(**body, reasoning_effort=effort)).encode()
+    assert tokenizer.decode(prompt) == ("!" if effort is None else "low!")
 
 
 def test_unknown_fields_and_other_types_are_refused() -> None:
@@ -291,10 +337,11 @@ def test_a_request_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
     now[0] = 104.0
     assert not watch.observe(delta((0, 1, "length"), finished=True))
     watch.end()
-    given_up = made.watch(5, arrival=104.0)
-    given_up.end()
+    for _ in range(2):
+        given_up = made.watch(5, arrival=104.0)
+        given_up.end()
     expected = {
-        "prompt_tokens_total": 25,
+        "prompt_tokens_total": 30,
         "generation_tokens_total": 4,
         "prefix_cache_queries_total": 20,
         "prefix_cache_hits_total": 16,
@@ -309,9 +356,9 @@ def test_a_request_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
         "request_generation_tokens_sum": 4,
     }
     assert {name: value(name) for name in expected} == expected
-    for reason in ("stop", "length", "abort"):
+    for reason, number in (("stop", 1), ("length", 1), ("abort", 2)):
         labels["finished_reason"] = reason
-        assert value("request_success_total") == 1
+        assert value("request_success_total") == number
 
 
 def test_letters_of_bytes_are_the_librarys() -> None:

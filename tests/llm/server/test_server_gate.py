@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -76,6 +77,12 @@ def test_an_empty_key_is_refused(key: str) -> None:
         serve(cast("Any", None), api_key=key)
 
 
+def test_a_time_to_drain_that_is_none_is_refused() -> None:
+    for seconds in (-1, math.nan):
+        with pytest.raises(ValueError, match="drain_seconds must be at least 0"):
+            serve(cast("Any", None), drain_seconds=seconds)
+
+
 OURS = ["localhost", "LOCALHOST:8000", "a.localhost:1", "127.0.0.1:8000", "[::1]:8000", "[::1]",
         "192.168.0.7:80", "localhost."]  # fmt: skip
 FOREIGN = ["evil.example", "evil.example:8000", "localhost.evil.example", "127.0.0.1.evil.example",
@@ -123,7 +130,7 @@ def test_what_a_server_is_called(
     monkeypatch.setattr(command, "HttpServer", lambda app, *_, **__: apps.append(app) or server)
     monkeypatch.setattr(command, "check_address", lambda *_: None)
     monkeypatch.setattr(command.signal, "signal", lambda *_: None)
-    serve(cast("Any", None), host=host, allowed_hosts=allowed)
+    serve(cast("Any", None), host=host, allowed_hosts=allowed, drain_seconds=0)
     for name, answered in answers.items():
         client = TestClient(apps[0], base_url=f"http://{name}")
         assert client.get("/version").status_code == (200 if answered else 403)
@@ -149,6 +156,18 @@ def test_bodies_of_many_values_are_not_parsed(body: Any, many: bool) -> None:
     client = TestClient(make_app(SERVICE), base_url="http://localhost")
     answer = client.post("/detokenize", content=encoded, headers={"content-type": JSON})
     assert answer.status_code == (413 if many else 400)  # there is no field `tokens`
+
+
+@pytest.mark.parametrize("says_its_length", [True, False])
+def test_the_largest_body(says_its_length: bool) -> None:
+    service = cast("Service", SimpleNamespace(limits=ServerLimits(max_body_bytes=100)))
+    client = TestClient(make_app(service), base_url="http://localhost")
+    for size, status in ((100, 400), (101, 413)):  # there is no field `tokens`
+        body = b"{}".ljust(size)
+        content = body if says_its_length else iter([body[:60], body[60:]])
+        answer = client.post("/detokenize", content=content, headers={"content-type": JSON})
+        assert answer.status_code == status
+        assert ("exceeds 100 bytes" in answer.text) == (status == 413)
 
 
 def test_addresses_of_this_machine_only() -> None:

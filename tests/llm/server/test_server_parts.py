@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import pickle
+import threading
 import weakref
 from types import SimpleNamespace
 from typing import Any, cast
@@ -44,6 +45,7 @@ from anabranch.llm.server.served_engine import ServedEngine  # noqa: E402
 from anabranch.llm.server.server_limits import SequenceQuota, ServerLimits  # noqa: E402
 from anabranch.llm.server.service import Service, make_service  # noqa: E402
 from anabranch.llm.server.token_texts import TokenStream, TokenTexts  # noqa: E402
+from anabranch.llm.server.writing_thread import LARGE_ANSWER, WritingThread  # noqa: E402
 
 TEXT = "hello the € and \U0001f30a\n\tá"
 
@@ -186,6 +188,22 @@ def test_a_reply_is_freed_with_its_last_reference(path: str) -> None:
         gc.enable()
 
 
+def test_large_answers_are_written_by_one_thread() -> None:
+    release = threading.Event()
+
+    async def check() -> None:
+        writing, before = WritingThread(), set(threading.enumerate())
+        calls = [lambda: release.wait(20), lambda: True]
+        answers = [asyncio.ensure_future(writing.run(LARGE_ANSWER + 1, call)) for call in calls]
+        await asyncio.sleep(0)  # both calls wait for a thread, or have one
+        started = set(threading.enumerate()) - before
+        release.set()
+        assert await asyncio.gather(*answers) == [True, True]
+        assert len(started) == 1
+
+    asyncio.run(check())
+
+
 @pytest.mark.parametrize("origins", ["http://page.example", ["page.example"], ["http://a/b"]])
 def test_origins_that_no_browser_sends_are_refused(origins: Any) -> None:
     service = cast("Service", SimpleNamespace(limits=ServerLimits()))
@@ -206,6 +224,8 @@ def test_admission_counts_down_whatever_happens() -> None:
     with pytest.raises(ApiError) as too_many, admission.admit(4):
         pass
     assert too_many.value.status_code == 400
+    with admission.admit(3):
+        assert admission.num_open == 3
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
     pytest.importorskip(needed)
 
 from tokenizer_families import FAMILIES, WORDS, tokenizer_of  # noqa: E402
+from tokenizers.processors import TemplateProcessing  # noqa: E402
 
 from anabranch.llm.server.encoding_threads import (  # noqa: E402
     LONG_CHARS,
@@ -25,7 +26,7 @@ from anabranch.llm.server.encoding_threads import (  # noqa: E402
 from anabranch.llm.server.errors import ApiError  # noqa: E402
 from anabranch.llm.server.prompt_encoder import PIECE_CHARS, PromptEncoder  # noqa: E402
 
-LIMIT = 200
+LIMIT, VOCAB = 200, 10**6
 
 
 class Spy:
@@ -50,7 +51,7 @@ class Spy:
 
 def encoder_of(tokenizer: Any, limit: int = LIMIT) -> PromptEncoder:
     return PromptEncoder(
-        tokenizer, vocab_size=10**6, max_model_len=limit + 1, max_prompt_tokens=limit
+        tokenizer, vocab_size=VOCAB, max_model_len=limit + 1, max_prompt_tokens=limit
     )
 
 
@@ -110,6 +111,15 @@ def test_texts_of_the_longest_tokens_fit() -> None:
     assert len(encoder.text(text)) == LIMIT
 
 
+def test_special_tokens_are_not_counted_with_every_piece() -> None:
+    tokenizer = tokenizer_of("byte-level")
+    many = TemplateProcessing(single="<user> " * 100 + "$0", special_tokens=[("<user>", 1)])
+    tokenizer.backend_tokenizer.post_processor = many
+    num_tokens = PIECE_CHARS // len("<assistant>") + 10  # two pieces
+    encoder = encoder_of(tokenizer, num_tokens)
+    assert len(encoder.text("<assistant>" * num_tokens, special=False)) == num_tokens
+
+
 def test_all_parts_of_a_conversation_count() -> None:
     encoder = encoder_of(TOKENIZERS["byte-level"])
     half = "a" * (encoder.max_prompt_bytes // 2 + 1)
@@ -119,6 +129,23 @@ def test_all_parts_of_a_conversation_count() -> None:
     assert refused.value.param == "messages"
     with pytest.raises(ApiError, match="bytes"):
         encoder.refuse_by_bytes(["€" * (encoder.max_prompt_bytes // 3 + 1)], "prompt")
+
+
+def test_the_longest_prompts() -> None:
+    encoder = encoder_of(TOKENIZERS["byte-level"])
+    encoder.refuse_by_bytes(["a" * encoder.max_prompt_bytes], "prompt")
+    with pytest.raises(ApiError, match="bytes"):
+        encoder.refuse_by_bytes(["a" * encoder.max_prompt_bytes, "a"], "prompt")
+    longest, more = [5] * LIMIT, [6, *[5] * LIMIT]
+    assert encoder.fitted(longest, truncate=None, max_tokens=1) == longest
+    assert encoder.fitted(more, truncate=LIMIT, max_tokens=None) == longest
+    with pytest.raises(ApiError, match=f"has {LIMIT + 1} tokens, the most is {LIMIT}"):
+        encoder.fitted(more, truncate=None, max_tokens=None)
+    with pytest.raises(ApiError, match="ask for at most 1"):
+        encoder.fitted(longest, truncate=None, max_tokens=2)
+    assert encoder.fitted([VOCAB - 1], truncate=None, max_tokens=None) == [VOCAB - 1]
+    with pytest.raises(ApiError, match=f"token id {VOCAB} is not in the vocabulary of {VOCAB}"):
+        encoder.fitted([3, VOCAB, 4], truncate=None, max_tokens=None)
 
 
 def in_loop(call: Callable[[], Any]) -> Any:
@@ -133,12 +160,14 @@ def test_a_long_text_does_not_hold_up_a_short_one() -> None:
     release = threading.Event()
 
     async def check() -> None:
-        threads = EncodingThreads()
+        threads, before = EncodingThreads(), set(threading.enumerate())
         long = [
             asyncio.ensure_future(threads.run(LONG_CHARS + 1, lambda: release.wait(20)))
             for _ in range(4)
         ]
         assert await threads.run(10, lambda: "short") == "short"
+        started = [each.name for each in threading.enumerate() if each not in before]
+        assert sum("long" in name for name in started) == 1, "which all of them share"
         assert not any(each.done() for each in long)
         release.set()
         assert await asyncio.gather(*long) == [True] * 4
@@ -159,6 +188,7 @@ def test_long_texts_that_wait_are_bounded() -> None:
         assert full.value.status_code == 429
         second.cancel()  # its client left before it began
         await asyncio.wait([second])
+        assert second.cancelled()  # and was not refused: both halves may wait
         await asyncio.sleep(0)  # the thread's own future is cancelled by a callback
         release.set()
         assert await first

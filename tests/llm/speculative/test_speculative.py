@@ -285,6 +285,14 @@ def test_an_answer_without_drafts_is_found_and_drafted_for(
     assert_idle(llm)
 
 
+@pytest.mark.parametrize("options", [{}, {"tree_width": 2}], ids=["chain", "tree"])
+def test_steps_of_a_token_a_sequence(options: dict[str, Any]) -> None:
+    """The fewest tokens that a step may have; the draft model is behind by one of each."""
+    llm = tiny(speculative=SELF | options, max_num_batched_tokens=4, max_num_seqs=4)
+    assert outputs(llm, PROMPTS[:4]) == outputs(tiny(), PROMPTS[:4])
+    assert llm.stats.speculative.num_draft_tokens > 0
+
+
 def test_pages_are_computed_by_the_draft_model_once(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = tiny(speculative=SELF)
     prompt = PROMPTS[5]
