@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import random
 from dataclasses import replace
 from itertools import accumulate, pairwise
@@ -15,9 +16,17 @@ from anabranch import AttentionState, attend, make_plan
 from anabranch.call import AttendCall, PlanOptions, Queries
 from anabranch.device import capability
 from anabranch.kernels.gluon.plan import HopperLayout, lay_out
-from anabranch.kernels.hopper_config import HEAD_DIMS, Packing, hopper_constants, select_tiles
+from anabranch.kernels.hopper_config import (
+    HEAD_DIMS,
+    TILE_PRICE,
+    HopperConstants,
+    Packing,
+    cut_prices,
+    hopper_constants,
+    select_tiles,
+)
 from anabranch.kernels.schedule.items import HEADER, ITEM
-from anabranch.kernels.schedule.order import num_slots, order, order_size
+from anabranch.kernels.schedule.order import most_cut, num_slots, order, order_size
 from anabranch.rules import Rules
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -291,7 +300,10 @@ def test_items_cover_every_tile_once(
         num_programs=132,
         fixed_parts=fixed_parts,
     )
-    items, slots = ordered(q_lens, k_lens, window, constants)
+    buffer, slots = ordered(q_lens, k_lens, window, constants)
+    items = items_of(buffer)
+    cut = buffer[-most_cut(slots) :][: int(buffer[3])].tolist()  # for the launch that merges
+    assert sorted(cut) == [i for i, item in enumerate(items) if item[8] > 1 and item[7] == 0]
     firsts = [item[6] for item in items if item[7] == 0]  # of a cut block, its other parts follow
     assert firsts == sorted(firsts, reverse=True)
     blocks: dict[tuple[int, int], list[list[int]]] = {}
@@ -331,8 +343,69 @@ def test_batch_invariant_plans_have_one_program() -> None:
     assert layouts[0].program is layouts[1].program
 
 
-def ordered(q_lens, k_lens, window, constants) -> tuple[list[list[int]], int]:
-    """The items of a batch, as the device would leave them."""
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter's")
+@pytest.mark.parametrize(
+    ("q_lens", "k_lens"),
+    [
+        ((256,), (2304,)),
+        ((12,) * 50, tuple(range(76, 4576, 90))),
+        ((512, *[1] * 20), (9000, *range(500, 20500, 1000))),
+        ((1550,), (1677,)),
+        ((6,) * 8, (881,) * 8),
+        ((583, 1, 1, 1), (25143, 40, 9000, 3000)),
+    ],
+    ids=str,
+)
+def test_cuts_end_about_as_soon_as_the_best(
+    q_lens: tuple[int, ...], k_lens: tuple[int, ...]
+) -> None:
+    """By a simulation of programs that take the longest item first, at the prices of items."""
+    constants = hopper_constants(
+        select_tiles(128, 128),
+        causal=True,
+        packing=Packing(4, 4),
+        num_heads=32,
+        num_kv_heads=8,
+        page_size=0,
+        head_dim_k=128,
+        head_dim_v=128,
+        num_programs=132,
+    )
+    buffer, slots = ordered(q_lens, k_lens, None, constants)
+    items = items_of(buffer)
+    blocks: dict[tuple[int, int], int] = {}
+    for item in items:
+        place = (item[0], item[1])
+        blocks[place] = blocks.get(place, 0) + item[6]
+    times: list[float] = []
+    for cuts in range(1, 65):
+        limit = -(-max(blocks.values()) // cuts)
+        cut = {place: -(-tiles // limit) for place, tiles in blocks.items()}
+        if cuts == 1 or sum(parts for parts in cut.values() if parts > 1) <= slots:
+            sizes = [
+                -(-blocks[place] // parts) for place, parts in cut.items() for _ in range(parts)
+            ]
+            times.append(end_of(sizes, constants, is_cut=cuts > 1))
+    is_cut = any(item[8] > 1 for item in items)
+    assert end_of([item[6] for item in items], constants, is_cut=is_cut) < 1.25 * min(times)
+
+
+def end_of(sizes: list[int], constants: HopperConstants, *, is_cut: bool) -> float:
+    """In tiles."""
+    prices, busy = cut_prices(constants), [0.0] * constants.num_programs
+    for size in sorted(sizes, reverse=True):
+        for _ in range(constants.num_packs):
+            heapq.heapreplace(busy, busy[0] + size + prices.item / TILE_PRICE)
+    return max(busy) + is_cut * prices.merge / TILE_PRICE
+
+
+def items_of(buffer: torch.Tensor) -> list[list[int]]:
+    items = buffer[HEADER.value :][: int(buffer[0]) * ITEM.value].view(-1, ITEM.value)
+    return items.tolist()
+
+
+def ordered(q_lens, k_lens, window, constants) -> tuple[torch.Tensor, int]:
+    """The order of a batch, as the device would leave it, and its slots."""
     starts = torch.tensor([*accumulate(q_lens, initial=0)], dtype=torch.int32)
     num_tokens, capacity = sum(q_lens), max(k_lens)
     slots = num_slots(len(q_lens), num_tokens, capacity, constants)
@@ -342,5 +415,4 @@ def ordered(q_lens, k_lens, window, constants) -> tuple[list[list[int]], int]:
     lens = torch.tensor(k_lens, dtype=torch.int32)
     call = call_of_lengths(num_tokens, starts, lens, None, capacity, window)
     order(buffer, starts.clone(), call, slots, constants)
-    items = buffer[HEADER.value :][: int(buffer[0]) * ITEM.value].view(-1, ITEM.value)
-    return items.tolist(), slots
+    return buffer, slots
