@@ -68,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if SAMPLE > 1:
         items[:] = sampled(items)
+    # The longest first: at the end they would keep one process busy, and the others idle.
+    items.sort(key=lambda item: "test_kernels_fit" not in item.nodeid)
     if HAS_GPU:
         return
     for item in items:
