@@ -288,18 +288,7 @@ def test_items_cover_every_tile_once(
     is_cut: bool,
     fixed_parts: bool,
 ) -> None:
-    constants = hopper_constants(
-        select_tiles(128, 128),
-        causal=True,
-        packing=Packing(4, 4),
-        num_heads=8,
-        num_kv_heads=2,
-        page_size=0,
-        head_dim_k=128,
-        head_dim_v=128,
-        num_programs=132,
-        fixed_parts=fixed_parts,
-    )
+    constants = constants_of(num_kv_heads=2, fixed_parts=fixed_parts)
     buffer, slots = ordered(q_lens, k_lens, window, constants)
     items = items_of(buffer)
     cut = buffer[-most_cut(slots) :][: int(buffer[3])].tolist()  # for the launch that merges
@@ -360,17 +349,7 @@ def test_cuts_end_about_as_soon_as_the_best(
     q_lens: tuple[int, ...], k_lens: tuple[int, ...]
 ) -> None:
     """By a simulation of programs that take the longest item first, at the prices of items."""
-    constants = hopper_constants(
-        select_tiles(128, 128),
-        causal=True,
-        packing=Packing(4, 4),
-        num_heads=32,
-        num_kv_heads=8,
-        page_size=0,
-        head_dim_k=128,
-        head_dim_v=128,
-        num_programs=132,
-    )
+    constants = constants_of(num_kv_heads=8)
     buffer, slots = ordered(q_lens, k_lens, None, constants)
     items = items_of(buffer)
     blocks: dict[tuple[int, int], int] = {}
@@ -388,6 +367,22 @@ def test_cuts_end_about_as_soon_as_the_best(
             times.append(end_of(sizes, constants, is_cut=cuts > 1))
     is_cut = any(item[8] > 1 for item in items)
     assert end_of([item[6] for item in items], constants, is_cut=is_cut) < 1.25 * min(times)
+
+
+def constants_of(num_kv_heads: int, *, fixed_parts: bool = False) -> HopperConstants:
+    """Four heads of 128 for each kv head, on an H200."""
+    return hopper_constants(
+        select_tiles(128, 128),
+        causal=True,
+        packing=Packing(4, 4),
+        num_heads=4 * num_kv_heads,
+        num_kv_heads=num_kv_heads,
+        page_size=0,
+        head_dim_k=128,
+        head_dim_v=128,
+        num_programs=132,
+        fixed_parts=fixed_parts,
+    )
 
 
 def end_of(sizes: list[int], constants: HopperConstants, *, is_cut: bool) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 from anabranch.llm.grammar.grammar_state import GrammarState, Words
@@ -38,15 +38,14 @@ class MaskThreads:
             return False
         shares = share_out(states, self._num_threads)
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._num_threads - 1, "masks")
+            self._pool = ThreadPoolExecutor(self._num_threads, "masks")
         self._add_executors(len(shares))
         began = time.perf_counter()
         jobs = [
             self._pool.submit(self._fill_share, place, share, words)
             for place, share in enumerate(shares)
-            if place
         ]
-        self._fill_share(0, shares[0], words)
+        wait(jobs)  # all of them: none may write when another has failed and masks are made again
         for job in jobs:
             job.result()
         most = max(map(len, shares))

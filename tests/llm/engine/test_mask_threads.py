@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -81,6 +83,27 @@ def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
     words = np.zeros((len(states), num_words(len(tokenizer))), np.int32)
     assert MaskThreads(2).fill([(state, row) for row, state in enumerate(states)], words)
     np.testing.assert_array_equal(words, alone(states, len(tokenizer)))
+
+
+def test_nothing_is_written_after_a_failure() -> None:
+    """Masks are made again then, in the same memory."""
+    (states, size), threads = states_of(3), MaskThreads(3)
+    ended: list[str] = []
+
+    class Fails:
+        def unsafe_compute_mask_ptr(self, *_: object) -> None:
+            raise ValueError("a buffer of the wrong size")
+
+    class Writes:
+        def unsafe_compute_mask_ptr(self, *_: object) -> None:
+            time.sleep(0.05)
+            ended.append("written")
+
+    threads._executors = [Fails(), Writes(), Writes()]
+    words = np.full((3, num_words(size)), -1, np.int32)
+    with pytest.raises(ValueError, match="wrong size"):
+        threads.fill([(state, row) for row, state in enumerate(states)], words)
+    assert ended == ["written"] * 2
 
 
 def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
