@@ -18,11 +18,11 @@ QUICK_TESTS := $(addprefix tests/test_,layout.py package.py files_entered.py doc
     $(addprefix tests/compositions/test_,selectors.py up_projection.py) \
     $(addprefix tests/kernels/test_,config.py cpu_kernels.py gluon.py gluon_latent.py) \
     $(addprefix tests/integrations/test_,integrations.py vllm.py) \
-    $(addprefix tests/llm/,engine/test_scheduler.py engine/test_stop_strings.py models/test_join.py models/test_model_linear.py) \
+    $(addprefix tests/llm/,engine/test_scheduler.py engine/test_stop_strings.py models/test_fused_projections.py models/test_model_linear.py) \
     $(addprefix tests/llm/,sampling/test_sampler.py sampling/test_sampling_params.py cli/test_reference.py) \
     $(addprefix tests/llm/server/test_,server_parts.py server_gate.py answer_pieces.py)
 
-.PHONY: demo test test-quick test-gpu test-distributed test-versions test-newest test-vllm test-clients mutants check bench docs clean
+.PHONY: demo test test-quick test-gpu sanitize test-distributed test-versions test-newest test-vllm test-clients mutants check bench docs clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -93,8 +93,13 @@ check: $(VENV)/.ready
 test-gpu: $(VENV)/.ready
 	$(BIN)/python tests/gpu_shards.py --out benchmarks/results/tests/gpu.json
 
+# One case of each test of kernels, under compute-sanitizer.
+sanitize: $(VENV)/.ready
+	$(BIN)/python tests/gpu_shards.py --memcheck --out benchmarks/results/tests/memcheck.json $(KERNEL_TESTS)
+
+# On a GPU: every row of the README anew, or some: make bench PIECES="hopper drawn".
 bench: $(VENV)/.ready
-	$(BIN)/anabranch bench merge
+	$(BIN)/python benchmarks/every_row.py $(PIECES)
 
 docs: $(VENV)/.ready
 	$(BIN)/python benchmarks/report

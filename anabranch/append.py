@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import torch
 
+from anabranch.implementations import load_implementation
 from anabranch.keys import PagedSource, flatten_source, rebuild_source
-from anabranch.launches.call_kinds import Kinds, describe
-from anabranch.launches.recorder import PreparedLaunches, prepare, record
+from anabranch.launches.prepare import PreparedLaunches, prepare
+from anabranch.launches.recorder import Kinds, describe, record
 from anabranch.shapes import Sizes, check_device, check_dtype, read_index
 
-# Asked in this order; without a name, the first that can run on a device does.
-WRITERS = {
-    "torch": "anabranch.kernels.cpu.append_kv",
-    "triton": "anabranch.kernels.triton.append_kv",
-}
-
-APPENDS = Kinds[
-    tuple[Any, ...], PreparedLaunches | None
-]()  # None: calls of the kind run the long way
+APPENDS = Kinds[tuple[Any, ...], PreparedLaunches | None]()  # None: run the long way
 
 
 def append_kv(
@@ -113,22 +103,9 @@ def _append_kv(
     saturated: torch.Tensor | None,
     impl: str | None,
 ) -> None:
-    writer = _load_writer(impl, keys.device)
+    writer = load_implementation("append_kv", impl, keys.device)
     if slot_mapping.shape[0]:
         writer.append_kv(keys.stores(), new, slot_mapping, saturated)
-
-
-@cache
-def _load_writer(impl: str | None, device: torch.device) -> ModuleType:
-    if impl is None:
-        modules = (import_module(path) for path in WRITERS.values())
-        return next(module for module in modules if module.refusal(device) is None)
-    if impl not in WRITERS:
-        raise ValueError(f"impl must be one of {', '.join(WRITERS)}, got {impl!r}")
-    module = import_module(WRITERS[impl])
-    if reason := module.refusal(device):
-        raise ValueError(f"impl={impl!r} cannot write these keys: {reason}")
-    return module
 
 
 @torch.library.custom_op("anabranch::append_kv", mutates_args=("key_tensors", "saturated"))

@@ -8,31 +8,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anabranch.call import AttendCall, check_packing, pack_queries
-from anabranch.call_checks import check_call, check_out, check_sinks
+from anabranch.call import AttendCall, check_packing, check_queries, pack_queries, shape_of
+from anabranch.check_states import check_destination, check_unshared
 from anabranch.keys import KeySource
-from anabranch.launches.call_kinds import Kinds, allocate, are_apart, describe
-from anabranch.launches.recorder import PreparedLaunches, prepare, record
+from anabranch.launches.prepare import StateLaunches, prepare_state
+from anabranch.launches.recorder import Kinds, are_apart, describe, record
 from anabranch.merge import merge
 from anabranch.plan import Plan, PlanKind, make_plan, plan_call
 from anabranch.prior import pack_prior
 from anabranch.producers import load_producer
-from anabranch.rules import Rules, check_list_rules, make_rules
+from anabranch.rules import Rules, check_list_rules, check_rules, make_rules
+from anabranch.shapes import Sizes
 from anabranch.state import AttentionState
 from anabranch.traced_call import UNPLANNED, trace_call
 
 NO_STATE = (None, None)
-
-
-class PreparedCall(NamedTuple):
-    """Launches that make the state of a call: a new one, unless one is given."""
-
-    launches: PreparedLaunches
-    shape: tuple[int, ...]  # of a new state's `out`
-    strides: tuple[int, ...]
-    lse_strides: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class KnownCall(NamedTuple):
@@ -40,7 +30,7 @@ class KnownCall(NamedTuple):
 
     rules: Rules  # without tensors
     sinks_apart: bool  # sinks are merged after the call
-    plans: dict[PlanKind, PreparedCall | None]  # those that were checked; None: producers run them
+    plans: dict[PlanKind, StateLaunches | None]  # those that were checked; None: producers run them
 
 
 CALLS = Kinds[tuple[Any, ...], KnownCall]()
@@ -120,14 +110,14 @@ def attend(
     check_packing(q, keys, cu_seqlens_q)
     sinks_apart = sinks is not None and (keys.lists_per_token or 1) > 1
     if sinks_apart:
-        check_sinks(q, rules)
+        _check_sinks(q, rules)
     call = _bind(q, keys, cu_seqlens_q, prior, rules, sinks_apart)
-    check_call(call, plan, impl)
+    _check_call(call, plan, impl)
     if check:
         call.queries.check_content()
         keys.check_content()
     if out is not None:
-        check_out(q, call, out)
+        _check_out(q, call, out)
     if kind is None:
         state = _attend_unplanned(q, call, plan, out, impl)
     else:
@@ -137,6 +127,42 @@ def attend(
             known = CALLS.keep(kind, KnownCall(bare, sinks_apart, {}))
         state = _attend_first(q, call, plan, out, tensors, known)
     return _merge_sinks(state, sinks) if sinks_apart else state
+
+
+def _check_sinks(q: torch.Tensor, rules: Rules) -> None:
+    """Refuse sinks that are merged after the call, whose sequences have other heads each."""
+    sizes = Sizes()
+    sizes.bind("num_heads", q.shape[-2], "q")
+    check_rules(rules._replace(tree_mask=None), sizes, q.device)
+
+
+def _check_call(call: AttendCall, plan: Plan | None, impl: str | None) -> None:
+    """Refuse queries, rules and plans that do not go with the keys."""
+    q, keys = call.queries.packed, call.keys
+    sizes = check_queries(q, keys)
+    check_rules(call.rules, sizes, q.device)
+    if torch.is_grad_enabled():
+        given = {"q": q, **keys.tensors(), "sinks": call.rules.sinks}
+        for name, tensor in given.items():
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError(f"{name} requires grad; attend is for inference, detach it")
+    if plan is not None:
+        plan.check(shape_of(call))
+        if impl not in (None, plan.impl):
+            raise ValueError(f"the plan was made by {plan.impl!r}, got impl={impl!r}")
+
+
+def _check_out(q: torch.Tensor, call: AttendCall, out: AttentionState) -> None:
+    """Refuse a state that cannot hold the result, or shares memory with what is read."""
+    check_destination(out, (*q.shape[:-1], call.keys.head_dim_v), (q.dtype,), q.device)
+    if out.out.stride(-1) != 1 < out.out.shape[-1]:
+        raise ValueError(
+            f"out.out must be contiguous in its last dimension, got strides {out.out.stride()}"
+        )
+    if not torch.compiler.is_compiling():
+        prior = call.prior
+        read = {} if prior is None else {"prior.out": prior.out, "prior.lse": prior.lse}
+        check_unshared(out, {"q": q, **call.keys.tensors(), **read})
 
 
 def _bind(
@@ -170,31 +196,13 @@ def _attend_again(
     """The state of a call like one that was checked."""
     prepared = known.plans[plan.kind]
     if prepared is not None:
-        return _run(prepared, tensors, read, out)
+        return prepared.run(tensors[:6], out, read)
     q, cu_seqlens_q, sinks, tree_mask = tensors[:4]
     assert q is not None
     rules = known.rules._replace(sinks=sinks, tree_mask=tree_mask)
     call = _bind(q, keys, cu_seqlens_q, prior, rules, known.sinks_apart)
     state = _attend_shaped(q, call, out, plan.attend)
     return _merge_sinks(state, sinks) if known.sinks_apart else state
-
-
-def _run(
-    prepared: PreparedCall,
-    tensors: tuple[torch.Tensor | None, ...],
-    read: tuple[torch.Tensor | None, ...],
-    out: AttentionState | None,
-) -> AttentionState:
-    (run, launches, _), shape, strides, lse_strides, dtype, device = prepared
-    if out is not None:
-        run(launches, (*tensors, *read))
-        return out
-    state = AttentionState(
-        allocate(shape, strides, dtype, device),
-        allocate(shape[:-1], lse_strides, torch.float32, device),
-    )
-    run(launches, (*tensors[:6], *state, *read))
-    return state
 
 
 def _attend_first(
@@ -213,12 +221,9 @@ def _attend_first(
         return _attend_shaped(q, call, out, plan.attend)
     with record() as recording:
         state = _attend_shaped(q, call, out, plan.attend)
-    found = prepare(recording, (*tensors[:6], *state), (plan.room,), identity.tensors)
-    if found is not None:
-        shape, strides = tuple(state.out.shape), state.out.stride()
-        known.plans[plan.kind] = PreparedCall(
-            found, shape, strides, state.lse.stride(), q.dtype, q.device
-        )
+    known.plans[plan.kind] = prepare_state(
+        recording, tensors[:6], state, (plan.room,), identity.tensors
+    )
     return state
 
 

@@ -127,7 +127,7 @@ class AttendCall(NamedTuple):
 def new_state(call: AttendCall) -> AttentionState:
     """Memory for the state of a call; nothing is written there yet."""
     q = call.queries.packed
-    shape = (q.shape[0], q.shape[1], call.keys.head_dim_v)
+    shape = (q.shape[0], q.shape[1], call.view.v.ptr.shape[-1])
     lse = torch.empty(shape[:2], dtype=torch.float32, device=q.device)
     return AttentionState(torch.empty(shape, dtype=q.dtype, device=q.device), lse)
 

@@ -60,7 +60,30 @@ def check_unshared(out: AttentionState, read: Mapping[str, torch.Tensor]) -> Non
                 raise ValueError(f"{name} overlaps {other}, which is still to be read")
 
 
-def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+def check_in_place(
+    states: tuple[AttentionState, ...], stacked: bool, out: AttentionState, with_lse: bool
+) -> None:
+    """Refuse to write what is still to be read; memory that merely interleaves counts as shared."""
+    first = AttentionState(*(x[0] for x in states[0])) if stacked else states[0]
+    written = out if with_lse else (out.out,)
+    for name, mine in zip(("out.out", "out.lse"), written, strict=False):
+        for i, state in enumerate(states):
+            for field, theirs in zip(("out", "lse"), state, strict=True):
+                target = getattr(first, field)
+                in_place = (
+                    i == 0
+                    and mine.data_ptr() == target.data_ptr()
+                    and mine.stride() == target.stride()
+                    and mine.dtype == target.dtype
+                )
+                if _overlap(mine, theirs) and not in_place:
+                    raise ValueError(
+                        f"{name} overlaps states[{i}].{field}; only the buffers of the first state "
+                        "can be written in place, with the same strides"
+                    )
+
+
+def _overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors may share memory; memory that merely interleaves counts as shared."""
     (a_start, a_stop), (b_start, b_stop) = _span(a), _span(b)
     return a_start < b_stop and b_start < a_stop

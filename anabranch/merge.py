@@ -7,12 +7,14 @@ from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Literal, cast, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
 
-from anabranch.check_states import check_destination, overlap
-from anabranch.shapes import FLOATS, check_dtype
+from anabranch.check_states import check_destination, check_in_place
+from anabranch.launches.prepare import StateLaunches, prepare_state
+from anabranch.launches.recorder import Kinds, are_apart, describe, record
+from anabranch.shapes import FLOATS, check_device, check_dtype
 from anabranch.state import AttentionState
 
 # (states, stacked, out, lse): writes the merge of `states`, or of dimension 0 of the only one if
@@ -21,9 +23,6 @@ Launcher = Callable[
     [tuple[AttentionState, ...], bool, torch.Tensor, torch.Tensor | None],
     None,
 ]
-# Checks, allocates and launches in one call; None for states that the long way has to look at.
-Shortcut = Callable[[tuple[AttentionState, ...]], AttentionState | None]
-
 IMPLEMENTATIONS = {
     "torch": "anabranch.kernels.cpu.merge",
     "triton": "anabranch.kernels.triton.merge",
@@ -31,6 +30,16 @@ IMPLEMENTATIONS = {
 }
 ENVIRONMENT_VARIABLE = "ANABRANCH_MERGE"
 MAX_SEPARATE = 8  # states one launch takes by pointer; more are stacked first
+
+
+class KnownMerge(NamedTuple):
+    """What is known of merges of a kind after the first of them was checked."""
+
+    launches: StateLaunches
+    read: tuple[int, ...]  # tensors of the states that a given `out` must lie apart from
+
+
+MERGES = Kinds[tuple[Any, ...], KnownMerge | None]()  # None: run the long way
 
 
 @overload
@@ -70,12 +79,18 @@ def merge(
     `impl` is "torch", "triton" or "cuda"; without it the environment variable ANABRANCH_MERGE
     decides, then the device and what is available. Not differentiable.
     """
-    plain = dim is None and out is None and out_dtype is None and with_lse
-    # Asked first: a tracer reads nothing of the shortcut (torch 2.11 cannot trace bool of a tuple)
-    if not torch.compiler.is_compiling() and plain and _on_gpu(states):
-        shortcut = load_shortcut(impl, states[0].out.device)
-        if shortcut is not None and (merged := shortcut(states)) is not None:
-            return merged
+    kind, tensors = None, ()
+    if not torch.compiler.is_compiling() and _are_on_gpu(states):
+        tensors = tuple(x for state in states for x in state)
+        described = describe((*tensors, *(out or ())))
+        if described is not None:
+            kind = (described, dim, out_dtype, with_lse, impl, torch.is_grad_enabled())
+            known = MERGES.get(kind)
+            if known is not None and (
+                out is None or are_apart(out, tuple(tensors[i] for i in known.read))
+            ):
+                out = known.launches.run(tensors, out, ())
+                return out if with_lse else out.out
 
     _check_types(states)
     stacked = dim is not None
@@ -93,18 +108,31 @@ def merge(
     if torch.compiler.is_compiling():
         return _merge_traced(states, stacked, out, out_dtype, with_lse, impl)
     if out is not None:
-        _check_overlap(states, stacked, out, with_lse)
-    launch = load_implementation(impl, first.device)
+        check_in_place(states, stacked, out, with_lse)
+    launch = load_launcher(impl, first.device)
     if out is None:
         shape = first.shape[1:] if stacked else first.shape
         merged = first.new_empty(shape, dtype=out_dtype)
         out = AttentionState(merged, states[0].lse.new_empty(shape[:-1]))
-    _launch_any_rank(launch, states, stacked, out, with_lse)
+    if kind is None or kind in MERGES:
+        _launch_any_rank(launch, states, stacked, out, with_lse)
+    else:
+        with record() as recording:
+            _launch_any_rank(launch, states, stacked, out, with_lse)
+        found = prepare_state(recording, tensors, out)
+        # What is written in place now, is so in all merges of the kind.
+        written = [x.data_ptr() for x in out]
+        read = tuple(i for i, x in enumerate(tensors) if x.data_ptr() not in written)
+        MERGES.keep(kind, None if found is None else KnownMerge(found, read))
     return out if with_lse else out.out
 
 
-def _on_gpu(states: tuple[AttentionState, ...]) -> bool:
-    return bool(states) and type(states[0]) is AttentionState and states[0].out.is_cuda
+def _are_on_gpu(states: tuple[AttentionState, ...]) -> bool:
+    """Whether these are states, the first of them on a GPU."""
+    for state in states:
+        if type(state) is not AttentionState:
+            return False
+    return bool(states) and states[0].out.is_cuda
 
 
 def _check_types(states: tuple[object, ...]) -> None:
@@ -143,38 +171,13 @@ def _check(states: tuple[AttentionState, ...], stacked: bool) -> None:
             raise ValueError(f"states[{i}].out is {part.dtype}, states[0].out is {dtype}")
         if lse.dtype is not torch.float32:
             raise ValueError(f"states[{i}].lse must be torch.float32, got {lse.dtype}")
-        if part.device != device:
-            raise ValueError(f"states[{i}].out is on {part.device}, expected {device}")
-        if lse.device != device:
-            raise ValueError(f"states[{i}].lse is on {lse.device}, expected {device}")
+        check_device(f"states[{i}].out", part, device)
+        check_device(f"states[{i}].lse", lse, device)
         if (part.requires_grad or lse.requires_grad) and torch.is_grad_enabled():
             raise ValueError(f"states[{i}] requires grad; merge is for inference, detach it")
     check_dtype("states[0].out", first, FLOATS)
     if stacked and not shape[0]:
         raise ValueError(f"a stacked state needs at least one part, got shape {tuple(shape)}")
-
-
-def _check_overlap(
-    states: tuple[AttentionState, ...], stacked: bool, out: AttentionState, with_lse: bool
-) -> None:
-    """Refuse to write what is still to be read; memory that merely interleaves counts as shared."""
-    first = AttentionState(*(x[0] for x in states[0])) if stacked else states[0]
-    written = out if with_lse else (out.out,)
-    for name, mine in zip(("out.out", "out.lse"), written, strict=False):
-        for i, state in enumerate(states):
-            for field, theirs in zip(("out", "lse"), state, strict=True):
-                target = getattr(first, field)
-                in_place = (
-                    i == 0
-                    and mine.data_ptr() == target.data_ptr()
-                    and mine.stride() == target.stride()
-                    and mine.dtype == target.dtype
-                )
-                if overlap(mine, theirs) and not in_place:
-                    raise ValueError(
-                        f"{name} overlaps states[{i}].{field}; only the buffers of the first state "
-                        "can be written in place, with the same strides"
-                    )
 
 
 def _launch_any_rank(
@@ -190,7 +193,7 @@ def _launch_any_rank(
         stacked = True
     if not out.out.numel():
         if with_lse:  # head_dim 0 still has an LSE; the definition serves
-            load_implementation("torch", out.out.device)(states, stacked, *out)
+            load_launcher("torch", out.out.device)(states, stacked, *out)
         return
     if out.out.dim() == 3:
         return launch(states, stacked, out.out, out.lse if with_lse else None)
@@ -215,16 +218,9 @@ def _as_rows(state: AttentionState, lead: int) -> AttentionState:
 
 
 @cache
-def load_implementation(impl: str | None, device: torch.device) -> Launcher:
+def load_launcher(impl: str | None, device: torch.device) -> Launcher:
     """The launcher of an implementation; without a name, the best one for the device."""
     return cast("Launcher", _choose(impl, device).load(device))
-
-
-@cache
-def load_shortcut(impl: str | None, device: torch.device) -> Shortcut | None:
-    """The shortcut of an implementation, where it has one."""
-    load = getattr(_choose(impl, device), "load_shortcut", None)
-    return cast("Shortcut", load(device)) if load else None
 
 
 def _choose(impl: str | None, device: torch.device) -> ModuleType:

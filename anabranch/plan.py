@@ -20,8 +20,8 @@ from anabranch.call import (
     shape_of,
 )
 from anabranch.keys import KeySource
-from anabranch.launches.call_kinds import Kinds, allocate, describe
-from anabranch.launches.recorder import PreparedLaunches, prepare, record
+from anabranch.launches.prepare import PreparedLaunches, prepare
+from anabranch.launches.recorder import Kinds, allocate, describe, record
 from anabranch.prior import merge_prior
 from anabranch.producers import choose_producer, load_producer
 from anabranch.rules import Rules, check_list_rules, make_rules

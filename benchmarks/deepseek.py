@@ -22,10 +22,9 @@ from torch.profiler import ProfilerActivity, profile
 from vllm_backend import Phase, engine_options
 from vllm_engine import Case, Engine, kernel_ms
 
-from anabranch.llm.bench.device_wait import release_memory
 from anabranch.llm.bench.latency import full_batch_ms
 from anabranch.llm.bench.run_results import begin_results
-from anabranch.llm.bench.workload import random_prompts
+from anabranch.llm.bench.workload import random_prompts, release_memory
 from anabranch.llm.cli.step_times import RecordedStats
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.sampling.params import SamplingParams

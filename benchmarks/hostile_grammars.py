@@ -25,7 +25,7 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from anabranch.llm.bench.serve.server_process import launched
+from anabranch.llm.bench.serve.serve_bench import launched
 from anabranch.llm.cli.engine_options import ServingOptions
 
 PLAIN, CONSTRAINED, HOSTILE = 32, 32, 8

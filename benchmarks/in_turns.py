@@ -5,7 +5,8 @@
 Each side is a process whose PYTHONPATH begins with the folders that are given: a checkout of this
 package, or a folder with another Triton before it. Kernels of both are compiled first, by several
 processes. Both hold every call as a CUDA graph; they are replayed in random turns, so that neither
-has a warmer machine.
+has a warmer machine. `--choices` adds sides like the second with choices of `kernels/versions.py`
+changed (`CHOICES`), and `--cases` names those to be timed.
 """
 
 from __future__ import annotations
@@ -28,6 +29,10 @@ from zlib import crc32
 import torch
 
 HEADS, KV_HEADS, PAGE, TURNS, REPLAYS = 32, 8, 16, 9, 20
+CHOICE = "ANABRANCH_IN_TURNS_CHOICE"
+# Letters of a choice, and what is set where: queries of prompts in registers.
+CHOICES = {"r": ("hopper_config", "QUERIES_IN_REGISTERS", True)}
+OLDER_PTXAS = "p"  # the letter for Hopper's kernels assembled as Triton does those of older GPUs
 Shape = dict[str, Any]
 # lens: keys of each sequence; new: queries of each; heads, dims, format and rules where not usual
 CASES: dict[str, Shape] = {
@@ -107,14 +112,26 @@ def pages_of(shape: Shape, used: int, dims: Any, where: Any, draw: Callable[...,
     return keys
 
 
-def compile_share(share: int, count: int) -> None:
+def compile_share(names: list[str], share: int, count: int) -> None:
     """Compile the kernels of every `count`-th case. What fails does so again where it is timed."""
     from anabranch.launches.compile_ahead import compiling_ahead
 
     with torch.inference_mode(), compiling_ahead():
-        for name in [*CASES][share::count]:
+        for name in names[share::count]:
             with suppress(Exception):
                 call_of(CASES[name])()
+
+
+def choose(letters: str) -> None:
+    """Change choices of this process."""
+    from importlib import import_module
+
+    from triton import knobs
+
+    for module, name, value in (CHOICES[x] for x in letters if x != OLDER_PTXAS):
+        setattr(import_module(f"anabranch.kernels.{module}"), name, value)
+    if OLDER_PTXAS in letters:
+        knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
 
 
 def serve() -> None:
@@ -161,16 +178,16 @@ def replay(graph: torch.cuda.CUDAGraph) -> float:
 class Side:
     """An environment, the processes that compile its kernels and the one that runs them."""
 
-    def __init__(self, folders: str) -> None:
+    def __init__(self, folders: str, choice: str, names: list[str], count: int) -> None:
         path = os.pathsep.join(filter(None, [folders, os.environ.get("PYTHONPATH")]))
-        cache = Path(tempfile.gettempdir(), f"in-turns-{crc32(folders.encode()):08x}")
-        self.environment = os.environ | {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache)}
-        count = max((os.cpu_count() or 2) // 2 - 1, 1)
+        cache = Path(tempfile.gettempdir(), f"in-turns-{crc32(f'{folders}{choice}'.encode()):08x}")
+        given = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), CHOICE: choice}
+        self.environment, self.names = os.environ | given, names
         self.compilers = [self.start("--compile", f"{share}/{count}") for share in range(count)]
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """This script in the environment."""
-        command = [sys.executable, __file__, *arguments]
+        command = [sys.executable, __file__, *arguments, "--cases", *self.names]
         pipe = subprocess.PIPE
         return subprocess.Popen(command, env=self.environment, stdin=pipe, stdout=pipe, text=True)
 
@@ -194,10 +211,10 @@ class Side:
         return json.loads(line) if line else "the process ended"
 
 
-def rows(sides: dict[str, Side], seconds: float) -> Iterator[dict[str, object]]:
-    """Every case; both sides compile a case at the same time, then take turns."""
+def rows(sides: dict[str, Side], names: list[str], seconds: float) -> Iterator[dict[str, object]]:
+    """Every case; all sides compile a case at the same time, then take turns."""
     end = time.monotonic() + seconds
-    for name in CASES:
+    for name in names:
         if time.monotonic() > end:
             return
         for side in sides.values():
@@ -214,8 +231,12 @@ def rows(sides: dict[str, Side], seconds: float) -> Iterator[dict[str, object]]:
                 times[key].append(float(sides[key].answer()))
         found = {key: round(median(each), 2) for key, each in times.items()}
         spread = {f"{key} spread": round(max(x) / min(x) - 1, 3) for key, x in times.items()}
-        speed = round(found["before"] / found["after"], 3)
-        yield {"case": name, **found, "after/before": speed, **spread}
+        speeds = {
+            f"{key}/before": round(found["before"] / each, 3)
+            for key, each in found.items()
+            if key != "before"
+        }
+        yield {"case": name, **found, **speeds, **spread}
 
 
 def main() -> None:
@@ -223,22 +244,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", help="folders of the first side")
     parser.add_argument("--after", help="folders of the other")
+    parser.add_argument("--choices", nargs="*", default=[], help="letters of CHOICES, or p")
+    parser.add_argument("--cases", nargs="*", default=[*CASES], choices=[*CASES])
     parser.add_argument("--seconds", type=float, default=480, help="after which no case begins")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--compile", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.serve or options.compile:
+        choose(os.environ[CHOICE])
     if options.serve:
         serve()
         return
     if options.compile:
-        compile_share(*map(int, options.compile.split("/")))
+        compile_share(options.cases, *map(int, options.compile.split("/")))
         return
     from rows import header, print_rows, save_rows
 
-    sides = {"before": Side(options.before), "after": Side(options.after)}
+    folders = {"before": (options.before, ""), "after": (options.after, "")}
+    folders |= {f"after {x}": (options.after, x) for x in options.choices}
+    names, count = options.cases, max((os.cpu_count() or 2) // len(folders), 1)
+    sides = {key: Side(*each, names, count) for key, each in folders.items()}
     about = header("before and after") | {key: side.ready() for key, side in sides.items()}
-    found = print_rows(rows(sides, options.seconds))
+    found = print_rows(rows(sides, names, options.seconds))
     save_rows(options.out, about, found)
     for side in sides.values():
         side.process.kill()

@@ -27,9 +27,9 @@ from attention_bench.timing import time_graph, time_loop
 import anabranch
 from anabranch import AttentionState
 from anabranch.kernels.cuda import compilers
-from anabranch.kernels.cuda.layout import DTYPES
-from anabranch.kernels.cuda.merge import SOURCES, load, load_shortcut
+from anabranch.kernels.cuda.merge import DTYPES, SOURCES
 from anabranch.launches import driver
+from anabranch.merge import MERGES
 from anabranch.state import merge_stacked
 
 Pair = tuple[AttentionState, AttentionState]
@@ -77,8 +77,7 @@ def measure_launches() -> Iterator[dict[str, Any]]:
     for name, set_up in {
         "launch: ctypes, driver": driver_way,
         "launch: ctypes, shared library of nvcc": library_way,
-        "launch: C extension, DLPack tensors": launcher_way,
-        "merge: the C extension checks and allocates": shortcut_way,
+        "launch: C extension, DLPack tensors": prepared_way,
         "merge: anabranch.merge": lambda: anabranch.merge,
         "merge: anabranch.merge into given memory": into_way,
         "merge: anabranch.merge, impl='triton'": lambda: partial(anabranch.merge, impl="triton"),
@@ -125,20 +124,15 @@ def library_way() -> Way:
     return way
 
 
-def launcher_way() -> Way:
-    """launcher.c into the same memory every time."""
-    launch, merged = load(device()), like(rotations(*EAGER, torch.float16)[0][0])
-    return lambda *pair: launch(pair, False, *merged) or merged
-
-
-def shortcut_way() -> Way:
-    """What merge() does with plain states, without its signature."""
-    shortcut = load_shortcut(device())
-    return lambda *pair: shortcut(pair)
+def prepared_way() -> Way:
+    """What launches.c does of a merge that is repeated, into the same memory every time."""
+    pair = rotations(*EAGER, torch.float16)[0]
+    merged = anabranch.merge(*pair)
+    run, launches, _ = next(reversed(MERGES.values())).launches.prepared
+    return lambda a, b: run(launches, (*a, *b, *merged)) or merged
 
 
 def into_way() -> Way:
-    """The long way of merge()."""
     return partial(anabranch.merge, out=like(rotations(*EAGER, torch.float16)[0][0]))
 
 

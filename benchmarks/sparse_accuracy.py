@@ -18,8 +18,8 @@ from typing import NamedTuple
 import torch
 
 from anabranch import LLM, SamplingParams
-from anabranch.llm.bench.device_wait import release_memory
 from anabranch.llm.bench.run_results import begin_results
+from anabranch.llm.bench.workload import release_memory
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXTS = ("DESIGN.md", "README.md", "docs/attend.md", "docs/tuning.md", "docs/schedule.md")

@@ -68,12 +68,15 @@ def draw_weights(model: Any) -> None:
     """Draw weights as transformers initialises them, in place, so that captured graphs use them.
 
     vLLM's own are so small that the scores of experts are equal in bfloat16: all tokens would
-    choose the same experts, and few weights would be read.
+    choose the same experts, and few weights would be read. Codes of quantised weights and their
+    scales stay vLLM's.
     """
     for name, weight in model.named_parameters():
+        if "scale" in name or not weight.is_floating_point() or weight.itemsize == 1:
+            continue
         if weight.dim() > 1:
             weight.data.normal_(0, WEIGHT_DEVIATION)
-        elif weight.is_floating_point():
+        else:
             weight.data.fill_(float(not name.endswith("bias")))
 
 

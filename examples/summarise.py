@@ -12,10 +12,9 @@ from pathlib import Path
 from rich.console import Console
 
 from anabranch import LLM, SamplingParams
-from anabranch.llm.cli.printed_answer import print_answer
+from anabranch.llm.cli.printed_answer import print_answer, print_summary, summary_of
 from anabranch.llm.cli.progress import progress_bars, quiet_transformers
 from anabranch.llm.cli.step_times import record_steps
-from anabranch.llm.cli.summary import print_summary, summary_of
 
 RIVER = Path(__file__).parent / "river.txt"
 

@@ -1,9 +1,12 @@
 """All tests that need a GPU, in processes side by side; kernels are compiled once for all of them.
 
     python tests/gpu_shards.py [--processes 14] [--out FILE] [--minutes 9] [TEST ...]
+    python tests/gpu_shards.py --memcheck tests/kernels tests/attention tests/compositions
 
 Prints what failed and the counts, writes them with the commit, and exits with 1 if a test failed
-or did not run.
+or did not run. With --memcheck, one case of each test runs under compute-sanitizer, which notices
+what is read or written beside an allocation; every tensor is one of its own, so graphs, which need
+the allocator's pools, are left out.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -31,6 +35,7 @@ def main() -> int:
     parser.add_argument("--processes", type=int, default=min(os.cpu_count() or 1, 14))
     parser.add_argument("--minutes", type=float, default=9.0, help="after which all are stopped")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--memcheck", action="store_true", help="one case of each, checked")
     options = parser.parse_args()
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -42,7 +47,8 @@ def main() -> int:
             try:
                 process.wait(max(options.minutes * 60 - (time.monotonic() - begun), 0.1))
             except subprocess.TimeoutExpired:
-                process.kill()
+                for each in running:  # all at once: who started this may not wait for long
+                    each.kill()
                 process.wait()
         texts = [log.read_text() for log in logs]
     counts = Counter[str]()
@@ -63,6 +69,11 @@ def start(claims: str, log: Path, options: argparse.Namespace) -> subprocess.Pop
     environment = os.environ | {"ANABRANCH_TEST_CLAIMS": f"{claims}/{options.processes}"}
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider"]
     command += ["-vv", "--durations=8", "--continue-on-collection-errors", *options.tests]
+    if options.memcheck:
+        environment |= {"ANABRANCH_TEST_SAMPLE": "1000", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+        checker = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+        command = [checker, "--report-api-errors", "no", "--error-exitcode", "99", *command]
+        command += ["-k", "not graph and not compile"]
     with log.open("wb") as file:
         return subprocess.Popen(
             command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT

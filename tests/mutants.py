@@ -1,27 +1,31 @@
 """How many small faults the tests notice: `make mutants`, an hour; `--minutes 15` for less.
 
 A random sample of mutations (tests/support/mutations.py) is applied one at a time in a scratch copy
-of the tree, and tests of the changed file that run the changed line are run until one fails, the
-quickest first. Each run is a fork of a process that has imported what takes long. Mutations that
-change nothing anyone could see are listed with their reasons in tests/equivalent_mutants.json: a
-file, a line and its change, or a file and a line for all changes of that line.
+of the tree, and tests of the changed file that run the changed line, in whatever process, are run
+until one fails, the quickest first; it has to pass without the mutation. Each run is a fork of a
+process that has imported what takes long. Mutations that change nothing anyone could see are listed
+with their reasons in tests/equivalent_mutants.json: a file, a line and its change, or a file and a
+line for all changes of that line.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,20 +33,25 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 from line_traces import LineTraces  # noqa: E402
-from mutations import Mutation, find_mutations  # noqa: E402
+from mutations import Mutation, find_mutations, made_by, place_of  # noqa: E402
 
 ROOMS = ("llm/engine", "llm/server", "llm/sampling", "llm/sequences", "keys", "distributed")
 EQUIVALENT = ROOT / "tests" / "equivalent_mutants.json"
 WARM = ("torch", "transformers", "transformers.models.llama.modeling_llama", "triton", "numpy")
 WARM += ("pytest", "hypothesis", "gguf", "fastapi", "httpx", "openai", "uvicorn", "typer", "rich")
-LEAST_SECONDS, SLOWER = 60.0, 4.0  # until a run counts as hung; times what the tests usually take
-MOST_SECONDS = 60.0  # of tests that are run for a mutant, as they take without it
+WARM += ("anyio._backends._asyncio", "prometheus_client", "markdown_it", "llguidance", "requests")
+LEAST_SECONDS, SLOWER = 60.0, 4.0  # until a run counts as hung; times what the tests take without
+LONGEST_SECONDS = 600.0  # of a run without a mutation
+MOST_SECONDS = 60.0  # of tests that are run for a mutant, as they take without it when traced
+USAGE_ERROR = 4  # of pytest: a test that is named is not found
 
 ENGINE, SERVER, LLM = "tests/llm/engine/", "tests/llm/server/", "tests/llm/"
 SERVED = tuple(
     f"{SERVER}test_{name}.py"
     for name in (
         "engine_loop",
+        "replies",
+        "chat_requests",
         "server_contract",
         "server_parts",
         "server_prompts",
@@ -51,6 +60,7 @@ SERVED = tuple(
         "answer_pieces",
         "response_events",
         "tool_grammar",
+        "chat_families",
         "server_field_docs",
         "server_clients",
         "server_connections",
@@ -63,6 +73,18 @@ ATTENTION = "tests/attention/"
 TESTS: dict[str, tuple[str, ...]] = {
     "llm/engine/": (
         f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_structured.py",
+    ),
+    "llm/engine/admission.py": (
+        f"{ENGINE}test_sampling_defaults.py",
+        f"{ENGINE}test_text_stream.py",
+        f"{ENGINE}test_engine_sizes.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_structured.py",
+    ),
+    "llm/engine/request.py": (
+        f"{ENGINE}test_arrivals.py",
         f"{ENGINE}test_engine.py",
         f"{ENGINE}test_structured.py",
     ),
@@ -83,12 +105,13 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{ENGINE}test_engine_sparse.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
-    "llm/engine/detokeniser.py": (f"{ENGINE}test_text_stream.py",),
     "llm/engine/drafters.py": (
         f"{LLM}speculative/test_speculative.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/engine/launch.py": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{LLM}speculative/test_speculative.py",
         f"{ENGINE}test_engine.py",
         f"{ENGINE}test_structured.py",
         f"{LLM}speculative/test_draft_trees.py",
@@ -103,18 +126,18 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{ENGINE}test_engine.py",
         f"{ENGINE}test_sampling_defaults.py",
     ),
-    "llm/engine/prompts.py": (f"{ENGINE}test_text_stream.py", f"{ENGINE}test_engine.py"),
     "llm/engine/ranks.py": (f"{LLM}parallel/test_ranks.py",),
-    "llm/engine/sampling_defaults.py": (f"{ENGINE}test_sampling_defaults.py",),
     "llm/engine/scheduler.py": (f"{ENGINE}test_scheduler.py", f"{ENGINE}test_engine.py"),
-    "llm/engine/stats.py": (f"{LLM}speculative/test_speculative.py", f"{ENGINE}test_engine.py"),
+    "llm/engine/stats.py": (
+        f"{ENGINE}test_engine_sizes.py",
+        f"{LLM}speculative/test_speculative.py",
+        f"{ENGINE}test_engine.py",
+    ),
     "llm/engine/step_masks.py": (
         f"{ENGINE}test_step_masks.py",
         f"{ENGINE}test_structured.py",
     ),
-    "llm/engine/stop_strings.py": (f"{ENGINE}test_stop_strings.py",),
     "llm/engine/text_stream.py": (f"{ENGINE}test_stop_strings.py", f"{ENGINE}test_text_stream.py"),
-    "llm/engine/turns.py": (f"{ENGINE}test_llm_threads.py",),
     "llm/sampling/": (
         f"{ENGINE}test_engine_sizes.py",
         f"{LLM}sampling/test_sampling_params.py",
@@ -130,19 +153,32 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{ENGINE}test_engine.py",
     ),
     "llm/server/": SERVED,
-    "llm/server/channel.py": (
-        f"{SERVER}test_server_parts.py",
-        f"{SERVER}test_server_failure.py",
+    "llm/server/app.py": (
+        f"{SERVER}test_server_markdown.py",
+        f"{SERVER}test_server_contract.py",
+        f"{SERVER}test_server_gate.py",
     ),
     "llm/server/engine_child.py": (f"{SERVER}test_engine_loop.py", f"{SERVER}test_server.py"),
     "llm/server/engine_process.py": (f"{SERVER}test_server_failure.py",),
-    "llm/server/engine_watch.py": (f"{SERVER}test_server_failure.py",),
-    "llm/server/guarded_protocol.py": (f"{SERVER}test_server_connections.py",),
-    "llm/server/heartbeat.py": (f"{SERVER}test_server_failure.py",),
-    "llm/server/markdown.py": (f"{SERVER}test_server_markdown.py",),
-    "llm/server/offer_grammar.py": (f"{SERVER}test_offer_grammar.py",),
-    "llm/server/restart_policy.py": (f"{SERVER}test_server_failure.py",),
+    "llm/server/engine_watch.py": (
+        f"{SERVER}test_server_contract.py",
+        f"{SERVER}test_server_failure.py",
+    ),
+    "llm/server/http_server.py": (
+        f"{SERVER}test_server_connections.py",
+        f"{SERVER}test_server.py",
+        f"{SERVER}test_server_failure.py",
+    ),
+    "llm/server/messages.py": (
+        f"{SERVER}test_server_contract.py",
+        f"{SERVER}test_server_parts.py",
+        f"{SERVER}test_server_failure.py",
+    ),
     "llm/server/restarting_engine.py": (f"{SERVER}test_server_failure.py",),
+    "llm/server/tool_grammar.py": (
+        f"{SERVER}test_tool_grammar.py",
+        f"{SERVER}test_offer_grammar.py",
+    ),
     "keys/": (
         f"{ATTENTION}test_keys.py",
         f"{ATTENTION}test_attend_refusals.py",
@@ -162,6 +198,19 @@ class Outcome(NamedTuple):
     mutation: Mutation
     result: str  # "caught", "hung", which is as good, or "survived"
     seconds: float
+
+
+class Ran(NamedTuple):
+    """A run of pytest."""
+
+    code: int | None  # None where it took too long
+    failed: str  # the first test that failed, if one did
+    seconds: float
+
+
+def file_of(test: str) -> str:
+    """Of a test's name."""
+    return test.split("::", maxsplit=1)[0]
 
 
 def tests_of(path: str) -> tuple[str, ...]:
@@ -230,48 +279,104 @@ class Scratch:
         return self._traces[test]
 
     def _chosen(self, mutation: Mutation) -> tuple[tuple[str, ...], float]:
-        """Tests that run the mutated line, the quickest first, and their seconds.
-
-        Of lines that run at import or in another process: those that run the file, then the others.
-        """
+        """Tests of the mutated line, file by file, the quickest first, and their seconds."""
         path = mutation.path.removeprefix("anabranch/")
         rows = [row for test in tests_of(mutation.path) for row in self._trace(test)]
-        of_line = [row for row in rows if mutation.line in row["files"].get(path, ())]
-        tests, total = list[str](), 0.0
-        order = lambda row: (path not in row["files"], row["seconds"])  # noqa: E731
-        for row in sorted(of_line or rows, key=order):
-            if total < MOST_SECONDS:
-                tests.append(row["test"])
-                total += row["seconds"]
-        return tuple(tests), total
+        source = (self.root / mutation.path).read_bytes()
+        place = place_of(mutation, source)
+        if names := place.names or made_by(place.function, source):
+            # All tests run what runs at import; those that use what it defines notice first.
+            uses = self._running(rows, self._mentions(names))
+        elif place.names is None:
+            runs = self._running(rows, {path: {mutation.line}})
+            rows = uses = runs or self._running(rows, {path: set(place.lines)}) or rows
+        else:
+            uses = rows
+        told = {row["test"] for row in uses}
+        order = lambda row: (row["test"] not in told, path not in row["files"], row["seconds"])  # noqa: E731
+        chosen: dict[str, str] = {}  # the file of each
+        total = limit = 0.0
+        for key in (order, lambda row: row["seconds"]):  # half of the time for what is quick
+            limit += MOST_SECONDS / 2
+            for row in sorted(rows, key=key):
+                fits = total + row["seconds"] < limit or not chosen
+                if fits and row["test"] not in chosen:
+                    chosen[row["test"]] = file_of(row["test"])
+                    total += row["seconds"]
+        places = list(dict.fromkeys(chosen.values()))
+        return tuple(sorted(chosen, key=lambda test: places.index(chosen[test]))), total
+
+    def _running(
+        self, rows: list[dict[str, Any]], lines: dict[str, set[int]]
+    ) -> list[dict[str, Any]]:
+        """Rows of the tests that run one of these lines, by file."""
+        return [
+            row
+            for row in rows
+            if any(
+                not found.isdisjoint(row["files"].get(path, ())) for path, found in lines.items()
+            )
+        ]
+
+    def _mentions(self, names: frozenset[str]) -> dict[str, set[int]]:
+        """Lines of the package that mention one of these names, by file."""
+        word = re.compile(r"\b(" + "|".join(map(re.escape, sorted(names))) + r")\b")
+        found: dict[str, set[int]] = {}
+        for file in sorted((self.root / "anabranch").rglob("*.py")) if names else ():
+            for number, line in enumerate(file.read_text().splitlines(), 1):
+                if word.search(line):
+                    path = file.relative_to(self.root / "anabranch").as_posix()
+                    found.setdefault(path, set()).add(number)
+        return found
 
     def try_out(self, mutation: Mutation) -> Outcome | None:
-        """Run the tests of a mutated line; None where there are none that pass without it."""
+        """Run the tests of a mutated line; None where there are none that pass without it.
+
+        What fails or hangs with the mutation has to pass without it, on the machine as it is now.
+        """
+        start = time.monotonic()
         tests, usual = self._chosen(mutation)
-        if not tests:
-            return None
+        limit = max(LEAST_SECONDS, SLOWER * usual)
+        result = "unknown"
+        while tests and result == "unknown":
+            with self._mutated(mutation):
+                ran = self._run(tests, limit)
+                if ran.code == USAGE_ERROR:  # its cases have other names
+                    ran = self._run(tuple(dict.fromkeys(map(file_of, tests))), limit)
+            if ran.code == 0:
+                result = "survived"
+                break
+            control = self._run((ran.failed,) if ran.failed else tests, LONGEST_SECONDS)
+            if control.code != 0:
+                tests = tuple(test for test in tests if test not in (ran.failed, control.failed))
+            elif ran.code is None and limit < SLOWER * control.seconds:
+                limit = SLOWER * control.seconds
+            else:
+                result = "hung" if ran.code is None else "caught"
+        return Outcome(mutation, result, time.monotonic() - start) if tests else None
+
+    @contextmanager
+    def _mutated(self, mutation: Mutation) -> Iterator[None]:
         source = (self.root / mutation.path).read_bytes()
         self._write(mutation.path, mutation.apply(source))
         try:
-            code, seconds = self._run(tests, max(LEAST_SECONDS, SLOWER * usual))
+            yield
         finally:
             self._write(mutation.path, source)
-        result = "hung" if code is None else "caught" if code else "survived"
-        return Outcome(mutation, result, seconds)
 
     def _write(self, path: str, source: bytes) -> None:
         self._time += 10
         (self.root / path).write_bytes(source)
         os.utime(self.root / path, (self._time, self._time))
 
-    def _run(
-        self, tests: tuple[str, ...], limit: float, traced: Path | None = None
-    ) -> tuple[int | None, float]:
-        """The exit code of pytest in a fork of this process, or None where it hangs."""
+    def _run(self, tests: tuple[str, ...], limit: float, traced: Path | None = None) -> Ran:
+        """Run pytest in a fork of this process."""
         start = time.monotonic()
+        failed = self.root / "failed"
+        failed.write_text("")
         child = os.fork()
         if not child:
-            self._test(tests, traced)
+            self._test(tests, [LineTraces(self.root / "anabranch", traced)] if traced else [])
         code: int | None = None
         while time.monotonic() - start < limit:
             done, status = os.waitpid(child, os.WNOHANG)
@@ -283,9 +388,9 @@ class Scratch:
             os.killpg(child, signal.SIGKILL)  # what it started too
         if code is None:
             os.waitpid(child, 0)
-        return code, time.monotonic() - start
+        return Ran(code, failed.read_text(), time.monotonic() - start)
 
-    def _test(self, tests: tuple[str, ...], traced: Path | None) -> None:
+    def _test(self, tests: tuple[str, ...], plugins: list[Any]) -> None:
         """Never returns."""
         code = 70
         try:
@@ -294,16 +399,30 @@ class Scratch:
             silence = os.open(self.root / "pytest.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(silence, stream)
-            os.environ["PYTHONPATH"] = str(self.root)
+            paths = os.environ.get("PYTHONPATH", "").split(":")
+            kept = [path for path in paths if path and Path(path) != ROOT]
+            os.environ["PYTHONPATH"] = ":".join([*kept, str(self.root)])
             sys.path[:] = [str(self.root), *(p for p in sys.path if p not in ("", str(ROOT)))]
             sys.path.remove(str(ROOT / "tests" / "support"))
+            vars(sys.modules["__main__"]).pop("__file__", None)  # processes need not import it
             pytest: Any = import_module("pytest")
-            options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-            options += [] if traced else ["-x"]
-            plugins = [LineTraces(self.root / "anabranch", traced)] if traced else []
+            options = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:schemathesis"]
+            options += [] if plugins else ["-x"]
+            plugins = plugins or [FirstFailure(self.root / "failed")]
             code = int(pytest.main([*options, *tests], plugins))
         finally:
             os._exit(code)
+
+
+class FirstFailure:
+    """Keeps the name of the first test that fails: a plugin of pytest."""
+
+    def __init__(self, out: Path) -> None:
+        self._out = out
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed and not self._out.read_text():
+            self._out.write_text(report.nodeid)
 
 
 def warm_up() -> None:
@@ -316,6 +435,7 @@ def warm_up() -> None:
             import_module(name)
         except ImportError:
             continue
+    gc.freeze()  # what is here is not looked through again by each run
     assert "anabranch" not in sys.modules
 
 

@@ -19,7 +19,16 @@ LAYERS = [
     {"keys", "device", "check_states"},
     {"rules", "call"},
     {"kernels"},
-    {"merge", "producers", "plan", "prior", "traced_call", "call_checks", "attend", "append"},
+    {
+        "implementations",
+        "merge",
+        "producers",
+        "plan",
+        "prior",
+        "traced_call",
+        "attend",
+        "append",
+    },
     {"compositions"},
     {""},  # the package itself, `from anabranch import merge`
     {"distributed"},
@@ -59,6 +68,7 @@ KERNELS_READ = {
     "launches.build_cache",
     "launches.driver",
     "launches.extension",
+    "launches.prepare",
     "launches.recorder",
 }
 # What each folder of kernels reads beside itself. Producers do not read each other.

@@ -8,9 +8,6 @@ merged. Who shares what is found on the device, when the cascade is made.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -18,6 +15,7 @@ import torch
 from anabranch.attend import attend
 from anabranch.call import check_queries, pack_queries
 from anabranch.check_states import check_destination
+from anabranch.implementations import load_implementation
 from anabranch.keys import PagedKV
 from anabranch.keys.formats import bytes_per_head
 from anabranch.plan import Plan, make_plan
@@ -31,10 +29,6 @@ MIN_SAVED_KEYS = 512
 # A trial run on an H200, graph replays, flat decode against one level: 126 MB saved 30.9 and 37.0
 # us, 130 MB 30.6 and 37.9, 132 MB 39.6 and 40.9, 235 MB 50.3 and 45.6, 264 MB 58.3 and 44.2.
 MIN_SAVED_BYTES = 192 << 20
-SHARERS = {
-    "torch": "anabranch.kernels.cpu.share_pages",
-    "triton": "anabranch.kernels.triton.share_pages",
-}
 
 
 class SharedPages(NamedTuple):
@@ -111,7 +105,7 @@ def make_cascade(
         table, lens = (x.index_select(0, order) for x in (keys.page_table, keys.seq_lens))
         keys = replace(keys, page_table=table, seq_lens=lens)
     pages = SharedPages(
-        *_load_sharer(impl, q.device).share_pages(
+        *load_implementation("share_pages", impl, q.device).share_pages(
             keys.page_table,
             keys.seq_lens,
             queries.starts(),
@@ -231,18 +225,6 @@ def _span_producer(keys: PagedKV) -> str | None:
     it will be. Latent rows and codes are left to the default.
     """
     return "triton" if keys.device.type == "cuda" and keys.view().is_plain else None
-
-
-@cache
-def _load_sharer(impl: str | None, device: torch.device) -> ModuleType:
-    if impl is None:
-        impl = "torch" if device.type == "cpu" else "triton"
-    if impl not in SHARERS:
-        raise ValueError(f"impl must be one of {', '.join(SHARERS)}, got {impl!r}")
-    module = import_module(SHARERS[impl])
-    if reason := module.refusal(device):
-        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
-    return module
 
 
 def prefix_order(page_table: torch.Tensor, num_pages: torch.Tensor) -> torch.Tensor:

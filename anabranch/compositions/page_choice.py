@@ -7,20 +7,14 @@ are made, and lengths depend on lengths only, so that the layers of a step share
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 
 import torch
 
 from anabranch.compositions.selectors import PageBounds
+from anabranch.implementations import load_implementation
 from anabranch.keys import PagedKV
 from anabranch.shapes import FLOATS, Sizes, check_dtype
 
-CHOOSERS = {
-    "torch": "anabranch.kernels.cpu.choose_pages",
-    "triton": "anabranch.kernels.triton.choose_pages",
-}
 MOST_PAGES = 32768  # of a sequence, whose scores one program holds
 
 
@@ -41,7 +35,7 @@ def renew_bounds(
     slot_mapping  that of append_kv(): tokens of a sequence follow each other; what a page holds
                   after its last written row no longer counts
     """
-    _chooser(impl, k.device).renew_bounds(*bounds, k, slot_mapping)
+    load_implementation("choose_pages", impl, k.device).renew_bounds(*bounds, k, slot_mapping)
 
 
 def choose_pages(
@@ -77,7 +71,7 @@ def choose_pages(
     if width > MOST_PAGES:
         raise ValueError(f"a table of up to {MOST_PAGES} pages can be chosen from, got {width}")
     step = _page_step(keys)
-    table = _chooser(impl, q.device).choose_pages(
+    table = load_implementation("choose_pages", impl, q.device).choose_pages(
         q if q.stride(-1) == 1 else q.contiguous(),
         *bounds,
         keys.page_table,
@@ -120,12 +114,3 @@ def _heads_as_pages(x: torch.Tensor) -> torch.Tensor:
     page, key, head, column = x.stride()
     count = (num_pages - 1) * (page // head) + num_kv_heads if num_pages else 0
     return x.as_strided((count, page_size, 1, dim), (head, key, head, column))
-
-
-@cache
-def _chooser(impl: str | None, device: torch.device) -> ModuleType:
-    if impl is None:
-        impl = "torch" if device.type == "cpu" else "triton"
-    if impl not in CHOOSERS:
-        raise ValueError(f"impl must be one of {', '.join(CHOOSERS)}, got {impl!r}")
-    return import_module(CHOOSERS[impl])

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib import import_module
 from itertools import pairwise
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
 
+from anabranch.implementations import load_implementation
 from anabranch.shapes import check_ascending, check_device, check_dtype, read_index
 
 MAX_NODES = 64  # of one tree
-TREE_MAKERS = {
-    "torch": "anabranch.kernels.cpu.draft_tree",
-    "triton": "anabranch.kernels.triton.draft_tree",
-}
 
 
 class DraftTree(NamedTuple):
@@ -52,7 +46,7 @@ def make_draft_tree(
     flat = parents.reshape(-1)
     if check or parents.device.type == "cpu":
         check_parents(flat, starts)
-    maker = _load_maker(impl, parents.device)
+    maker = load_implementation("draft_tree", impl, parents.device)
     return DraftTree(*maker.make_draft_tree(flat, starts, seq_lens, width))
 
 
@@ -120,15 +114,3 @@ def node_depths(parents: Sequence[int]) -> list[int]:
     for parent in parents:
         depths.append(1 if parent < 0 else depths[parent] + 1)
     return depths
-
-
-@cache
-def _load_maker(impl: str | None, device: torch.device) -> ModuleType:
-    if impl is None:
-        impl = "torch" if device.type == "cpu" else "triton"
-    if impl not in TREE_MAKERS:
-        raise ValueError(f"impl must be one of {', '.join(TREE_MAKERS)}, got {impl!r}")
-    module = import_module(TREE_MAKERS[impl])
-    if reason := module.refusal(device):
-        raise ValueError(f"impl={impl!r} cannot run here: {reason}")
-    return module

@@ -48,12 +48,15 @@ class Division:
     merge_price: int
     least_share: int
     aligned_growth: int
-    deals: bool
+    deals: bool  # blocks may be dealt out whole: those of many rows are enough to fill the GPU
     fixed_parts: bool  # parts end where their own sequence says, whichever worker attends to them
     folds_parts: bool  # a worker that holds all fixed parts of a block merges them as they end
     part_tiles: int
     most_parts: int
     whole_rows: int
+    # Fixed parts end inside one loop over all tiles of them, so that copies stay ahead. More sums,
+    # those of the parts before beside them, leave no room in registers and shared memory.
+    closes_inside: bool
     uniform: bool = False  # a program for each part of part_tiles tiles, without a schedule
 
 
@@ -84,8 +87,7 @@ class StoreConstants:
     dim: int
     format: StoreFormat
     has_values: bool  # tiles are multiplied by weights
-    # (page, key) of a paged cache: these never change, and as constants they save a fifth of the
-    # inner loop's instructions
+    # (page, key) of a paged cache: as constants they save a fifth of the loop's instructions
     strides: tuple[int, int] | None = None
     # (page, key, head); None for heads that lie first, where it depends on the number of pages
     scale_strides: tuple[int, int, int | None] | None = None
@@ -99,30 +101,17 @@ class Source:
     page_size: int  # 1 for contiguous keys, which have no pages
     k: StoreConstants
     v: StoreConstants
+    is_plain: bool  # keys and values are numbers in tiles of their own
     one_tile: bool  # a tile of values is the main part of the tile of keys
     native_fp8: bool  # the GPU has the type float8_e4m3fn
+    is_paged: bool = False  # there is a page table
     wide_pages: bool = False  # a page spans 2^31 elements or more
     pairs: bool = False  # both are loaded by pairs of keys
     quads: bool = False  # products take four dims next to each other from a thread
+    scales_sums: bool = False  # the one scale of values is multiplied into the sum over all tiles
     packed: bool = False  # NVIDIA's instructions for pairs of halves are there
     lists: ListShape | None = None  # the table holds lists of keys, which are looked up as read
     list_heads: tuple[int, int] | None = None  # (lists of a token, kv heads) of quantised keys
-
-    @property
-    def is_paged(self) -> bool:
-        """Whether there is a page table."""
-        return self.k.strides is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether keys and values are numbers in tiles of their own."""
-        scaling = (self.k.format.scaling, self.v.format.scaling)
-        return scaling == ("none", "none") and not self.one_tile
-
-    @property
-    def scales_sums(self) -> bool:
-        """Whether the one scale of values is multiplied into the sum over all tiles."""
-        return self.v.words and self.v.format.scaling == "tensor"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -148,14 +137,7 @@ class AttendProgram:
     """Constants, and what the compiler is told beside them."""
 
     constants: AttendConstants
-    num_warps: int
-    num_stages: int
-    max_registers: int | None
-
-    @property
-    def options(self) -> dict[str, int]:
-        options = {"num_warps": self.num_warps, "num_stages": self.num_stages}
-        return options if self.max_registers is None else options | {"maxnreg": self.max_registers}
+    options: dict[str, int]
 
 
 @cache
@@ -189,6 +171,7 @@ def attend_program(
     paired = config.paired and one_tile
     if paired and group % config.block_m == 0:  # each block of heads as if it had its own keys
         num_kv_heads, group = group // config.block_m, config.block_m
+    any_fixed = fixed_parts or folds_parts or uniform
     few_sums = config.block_m * block_dv <= FEW_SUMS
     num_workers = max(num_programs // num_kv_heads, 1)
     most_parts = min(num_workers, MOST_PARTS) if folds_parts else UNBOUNDED
@@ -218,9 +201,10 @@ def attend_program(
             merge_price=config.merge_price,
             least_share=config.least_share,
             aligned_growth=config.aligned_growth,
-            deals=config.deals,
-            fixed_parts=fixed_parts or folds_parts or uniform,
+            deals=config.deals and config.block_m >= 64 and (folds_parts or not any_fixed),
+            fixed_parts=any_fixed,
             folds_parts=folds_parts,
+            closes_inside=folds_parts and few_sums,
             uniform=uniform,
             part_tiles=config.part_tiles,
             most_parts=most_parts,
@@ -237,64 +221,63 @@ def attend_program(
             page_size=page_size,
             k=StoreConstants(head_dim_k, k_format, has_values=one_tile),
             v=StoreConstants(head_dim_v, v_format, has_values=True),
+            is_plain=k_format.scaling == v_format.scaling == "none" and not one_tile,
             one_tile=one_tile,
             native_fp8=native_fp8,
             packed=packed,
         ),
     )
-    registers = config.max_registers if limit_registers else None
-    return AttendProgram(constants, config.num_warps, config.num_stages, registers)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    if config.max_registers is not None and limit_registers:
+        options["maxnreg"] = config.max_registers
+    return AttendProgram(constants, options)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCodes:
+    """How the codes of quantised stores can be loaded."""
+
+    k_scale_strides: tuple[int, int, int | None] | None
+    v_scale_strides: tuple[int, int, int | None] | None
+    k_words: bool
+    v_words: bool
+    pairs: bool
+    list_heads: tuple[int, int] | None
 
 
 @cache
-def with_page_strides(
-    constants: AttendConstants, k_strides: tuple[int, int], v_strides: tuple[int, int]
-) -> AttendConstants:
-    """The constants for a paged cache with these strides of pages and keys."""
-    source = constants.source
-    wide = source.page_size * max(k_strides[1], v_strides[1]) >= 1 << 31
-    k, v = replace(source.k, strides=k_strides), replace(source.v, strides=v_strides)
-    return replace(constants, source=replace(source, k=k, v=v, wide_pages=wide))
-
-
-@cache
-def with_codes(
+def for_call(
     constants: AttendConstants,
-    k_scale_strides: tuple[int, int, int | None] | None,
-    v_scale_strides: tuple[int, int, int | None] | None,
-    k_words: bool,
-    v_words: bool,
-    pairs: bool,
-    list_heads: tuple[int, int] | None = None,
+    *,
+    strides: tuple[tuple[int, int], tuple[int, int]] | None,  # of pages and keys, where paged
+    codes: StoredCodes | None = None,
+    lists: ListShape | None = None,
+    num_priors: int = 0,
+    has_sinks: bool = False,
 ) -> AttendConstants:
-    """The constants for quantised stores: strides of scales, and how codes can be loaded."""
-    tiles, source = constants.tiles, constants.source
-    v_words = v_words and not tiles.values_first
-    pairs = pairs and tiles.keys_first and tiles.block_m < 16
-    source = replace(
-        source,
-        k=replace(source.k, scale_strides=k_scale_strides, words=k_words),
-        v=replace(source.v, scale_strides=v_scale_strides, words=v_words),
-        pairs=pairs,
-        quads=pairs and (NARROW_IN_WARPS or not constants.overlap),
-        list_heads=list_heads,
+    """The constants with what the stores of a call and its states say."""
+    source, tiles = constants.source, constants.tiles
+    k, v = source.k, source.v
+    if strides is not None:
+        k, v = replace(k, strides=strides[0]), replace(v, strides=strides[1])
+        wide = source.page_size * max(strides[0][1], strides[1][1]) >= 1 << 31
+        source = replace(source, is_paged=True, wide_pages=wide)
+    if codes is not None:
+        v_words = codes.v_words and not tiles.values_first
+        pairs = codes.pairs and tiles.keys_first and tiles.block_m < 16
+        k = replace(k, scale_strides=codes.k_scale_strides, words=codes.k_words)
+        v = replace(v, scale_strides=codes.v_scale_strides, words=v_words)
+        source = replace(
+            source,
+            pairs=pairs,
+            quads=pairs and (NARROW_IN_WARPS or not constants.overlap),
+            scales_sums=v_words and v.format.scaling == "tensor",
+            list_heads=codes.list_heads,
+        )
+    every_row = num_priors > 0 or has_sinks  # has a state, whether it sees a key or not
+    return replace(
+        constants,
+        source=replace(source, k=k, v=v, lists=lists),
+        num_priors=num_priors,
+        leaves_empty=constants.leaves_empty and not every_row,
     )
-    return replace(constants, source=source)
-
-
-@cache
-def with_lists(constants: AttendConstants, shape: ListShape) -> AttendConstants:
-    """The constants for lists that are looked up as they are read."""
-    return replace(constants, source=replace(constants.source, lists=shape))
-
-
-@cache
-def with_sinks(constants: AttendConstants) -> AttendConstants:
-    """The constants for a call with sinks, which every row then has."""
-    return replace(constants, leaves_empty=False) if constants.leaves_empty else constants
-
-
-@cache
-def with_priors(constants: AttendConstants, num_priors: int) -> AttendConstants:
-    """The constants for a call that goes on from so many states, which every row then has."""
-    return replace(constants, num_priors=num_priors, leaves_empty=False)

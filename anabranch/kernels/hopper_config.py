@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from anabranch.kernels.config import power_of_two, split_head_dim
+from anabranch.kernels.versions import QUERIES_IN_REGISTERS
 
 # Key and value head dims that tiles have been chosen and tested for: each is one power of two, or
 # two of them (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64).
@@ -33,6 +34,7 @@ BLOCK_ROWS = 128  # of a block: two consumers of 64
 MAX_PACK = 64  # heads of a block: the rows of one consumer are whole tokens
 FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
 FEW_KEYS = 256  # that the rows of a block see: two wide tiles
+FEW_TILES = 5  # of 128 keys, for each processor, of blocks that are few
 FEW_ROWS = 64  # of a sequence
 
 
@@ -43,7 +45,9 @@ def select_tiles(
 
     Microseconds of trial runs on an H200, bfloat16, 1 x 8192 unless said otherwise. The accumulator
     is rescaled at the end of the loop: 32/8 heads of 128, 863 against 878 while the scores run.
-    `few_blocks` of few rows are cut into parts, which begin sooner in small tiles. 32 queries, 8 x
+    `few_blocks` of few rows or keys are cut into parts, which begin sooner in small tiles. 70
+    tokens of 16/4 heads, window 4096: 17.5 against 20.5; 49 of 14/2 heads at 13988 keys, 7 tiles a
+    processor, 24.0 against 23.4. 32 queries, 8 x
     4096: 49.2 against 50.7; 8 queries, 8 x 1024: 17.3 against 19.4; 32/1 heads, 32 x 8192: 42.1
     against 43.1. Many blocks lose by them: 8 queries, 64 x 4096: 291 against 270. Blocks that see
     `few_keys` end sooner: 32 x 128 30.6 against 36.2; 8192 tokens, 64/8 heads of 64, window 128:
@@ -52,11 +56,11 @@ def select_tiles(
     if head_dim_k > 192 or head_dim_v > 128:
         return HopperTiles(64, 2, q_in_registers=False)
     if head_dim_k <= 128 and (few_keys or (few_blocks and head_dim_k > 64)):
-        return HopperTiles(64, 3, q_in_registers=True)
+        return HopperTiles(64, 3, q_in_registers=QUERIES_IN_REGISTERS)
     if head_dim_k <= 64:  # 8 x 1024, 64/16 heads: 212 against 216 with two stages
-        return HopperTiles(128, 3, q_in_registers=True)
+        return HopperTiles(128, 3, q_in_registers=QUERIES_IN_REGISTERS)
     # 192/128, 16 heads: 532 against 547 with Q in shared memory
-    return HopperTiles(128, 2, q_in_registers=True)
+    return HopperTiles(128, 2, q_in_registers=QUERIES_IN_REGISTERS)
 
 
 class Packing(NamedTuple):
@@ -128,6 +132,14 @@ class HopperConstants:
         return self.q_in_registers and not self.dk_rest
 
     @property
+    def caps_before_base(self) -> bool:
+        """Whether capped logits have a product of their own, not one with the base of exponents.
+
+        4096 tokens, 16/8 heads of 256: 222 us without it, 226 with it.
+        """
+        return False
+
+    @property
     def most_fixed_parts(self) -> int:
         """Of a block cut at fixed boundaries: with all packs, one block fills the GPU."""
         return min(max(self.num_programs // self.num_packs, 1), 64)
@@ -165,9 +177,11 @@ class CutPrices(NamedTuple):
     item: int  # its queries, the wait for the first keys, its results
     merge: int  # the launch that merges parts, if there are any
     part: int  # each part of 128 rows that a program writes
+    batch: int  # parts of a block that are merged after the first MERGE_BATCH of them
 
 
 TILE_PRICE = 16
+MERGE_BATCH = 16  # parts that are loaded at once where rows are few
 
 
 @cache
@@ -175,7 +189,7 @@ def cut_prices(constants: HopperConstants) -> CutPrices:
     """In tiles of 128 keys and heads of 128, of which one takes about 1.2 us."""
     head_dims = constants.bytes_a_key // 2
     tile = constants.block_n * head_dims / (128 * 256)
-    prices = 1.5, 3.0, head_dims / 256
+    prices = 1.5, 2.25, head_dims / 256, 1.75
     return CutPrices(*(round(TILE_PRICE * price / tile) for price in prices))
 
 

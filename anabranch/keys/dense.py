@@ -17,6 +17,7 @@ class DenseKV(KeysAndValues):
     """A padded batch; sequence i has `seq_lens[i]` keys, or all of them without `seq_lens`."""
 
     kind: ClassVar[str] = "dense"
+    is_contiguous: ClassVar[bool] = True
     k: torch.Tensor  # [num_seqs, max_len, num_kv_heads, head_dim_k]
     v: torch.Tensor  # [num_seqs, max_len, num_kv_heads, head_dim_v]
     seq_lens: torch.Tensor | None = None  # int32 [num_seqs]
@@ -44,11 +45,6 @@ class DenseKV(KeysAndValues):
     @property
     def lengths(self) -> KeyLengths:
         return KeyLengths(seq_lens=self.seq_lens)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Sequences lie one after the other."""
-        return True
 
     def view(self) -> KeyView:
         """A sequence is one long page."""

@@ -71,7 +71,6 @@ class LatentKV(PagedSource):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the queries."""
         return self.query_dtype or self.cache.dtype
 
     @property

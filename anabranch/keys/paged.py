@@ -62,11 +62,6 @@ class PagedSource(KeySource):
     def lengths(self) -> KeyLengths:
         return KeyLengths(seq_lens=self.seq_lens)
 
-    @property
-    def is_contiguous(self) -> bool:
-        """Pages may lie anywhere."""
-        return False
-
     def check_table(self, name: str, cache: torch.Tensor, sizes: Sizes) -> None:
         """Refuse a table or lengths that kernels cannot read, and pages of no keys."""
         check_index("page_table", self.page_table, cache.device)
@@ -172,7 +167,6 @@ class PagedKV(KeysAndValues, PagedSource):
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the queries."""
         return self.query_dtype or (self.k if self.k.dtype in FLOATS else self.v).dtype
 
     def stores(self) -> tuple[KeyStore, ...]:

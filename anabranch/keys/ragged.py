@@ -17,6 +17,7 @@ class RaggedKV(KeysAndValues):
     """Packed sequences; sequence i holds rows `cu_seqlens[i]` to `cu_seqlens[i + 1]`."""
 
     kind: ClassVar[str] = "ragged"
+    is_contiguous: ClassVar[bool] = True
     k: torch.Tensor  # [num_keys, num_kv_heads, head_dim_k]
     v: torch.Tensor  # [num_keys, num_kv_heads, head_dim_v]
     cu_seqlens: torch.Tensor  # int32 [num_seqs + 1]
@@ -51,11 +52,6 @@ class RaggedKV(KeysAndValues):
     @property
     def lengths(self) -> KeyLengths:
         return KeyLengths(cu_seqlens=self.cu_seqlens)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Sequences lie one after the other."""
-        return True
 
     def view(self) -> KeyView:
         """A sequence is one long page, which may begin at any key."""

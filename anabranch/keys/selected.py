@@ -105,17 +105,14 @@ class SelectedKV(KeySource):
 
     @property
     def head_dim_k(self) -> int:
-        """Columns of a head of a key."""
         return self.keys.head_dim_k
 
     @property
     def head_dim_v(self) -> int:
-        """Columns of a head of a value."""
         return self.keys.head_dim_v
 
     @property
     def dtype(self) -> torch.dtype:
-        """That of the queries."""
         return self.keys.dtype
 
     @property
@@ -132,11 +129,6 @@ class SelectedKV(KeySource):
     def lengths(self) -> KeyLengths:
         """How much of each list is used."""
         return KeyLengths(seq_lens=self.counts.reshape(-1))
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Listed keys may lie anywhere."""
-        return False
 
     @property
     def tokens_per_seq(self) -> int:

@@ -10,7 +10,7 @@ import torch
 
 from anabranch.keys.columns import KeyColumns
 from anabranch.keys.view import KeyView
-from anabranch.launches.call_kinds import Kinds, describe
+from anabranch.launches.recorder import Kinds, describe
 from anabranch.shapes import FLOATS, Sizes, check_ascending, check_device, check_dtype, read_index
 
 
@@ -36,6 +36,7 @@ class KeySource:
 
     __slots__ = ()
     kind: ClassVar[str]  # its name in the table of kinds
+    is_contiguous: ClassVar[bool] = False  # keys of a sequence follow each other in memory
     identity: Identity | None  # None where nothing is remembered of calls
     lists_per_token: int | None = None  # of keys that a token has, each a sequence of some heads
 
@@ -101,11 +102,6 @@ class KeySource:
     @property
     def lengths(self) -> KeyLengths:
         """How many keys each sequence has."""
-        raise NotImplementedError
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the keys of a sequence follow each other in memory."""
         raise NotImplementedError
 
     def view(self) -> KeyView:
@@ -188,12 +184,10 @@ class KeysAndValues(KeySource):
 
     @property
     def head_dim_k(self) -> int:
-        """Columns of a head of a key."""
         return self.k.shape[-1]
 
     @property
     def head_dim_v(self) -> int:
-        """Columns of a head of a value."""
         return self.v.shape[-1]
 
     @property
@@ -202,7 +196,6 @@ class KeysAndValues(KeySource):
 
     @property
     def device(self) -> torch.device:
-        """Where keys and values lie."""
         return self.k.device
 
 

@@ -19,7 +19,6 @@ from anabranch.launches import driver
 from anabranch.launches.build_cache import build_once
 
 DLPACK_CUDA = 2  # DLDeviceType
-SHARED = Path(__file__).with_name("exchange.h")
 # In the order in which launches.c takes them.
 DRIVER_FUNCTIONS = (
     "cuLaunchKernelEx",
@@ -65,10 +64,8 @@ def build_extension(source: Path) -> ModuleType:
             "a C compiler" if compiler is None else f"{header} (a package such as python3-dev)"
         )
         raise RuntimeError(f"{source.name} needs {missing}")
-    folders = [f"-I{header.parent}", f"-I{SHARED.parent}"]
-    command = [compiler, "-O2", "-shared", "-fPIC", *folders, str(source), "-o"]
-    texts = (SHARED.read_text(), source.read_text())
-    identity = (*texts, run([compiler, "--version"]), *command[1:5])
+    command = [compiler, "-O2", "-shared", "-fPIC", f"-I{header.parent}", str(source), "-o"]
+    identity = (source.read_text(), run([compiler, "--version"]), *command[1:5])
     path = build_once(source.stem + EXTENSION_SUFFIXES[0], identity, lambda: _compile(command))
     spec = importlib.util.spec_from_file_location(source.stem, path)
     assert spec is not None and spec.loader is not None

@@ -8,10 +8,37 @@
 #include <Python.h>
 #include <stdint.h>
 
-#include "exchange.h"
+/* DLPack 1: what is used of it. */
+typedef struct { int32_t type, index; } Device;
+typedef struct { uint8_t code, bits; uint16_t lanes; } DataType;
+typedef struct {
+    void *data;
+    Device device;
+    int32_t ndim;
+    DataType dtype;
+    int64_t *shape, *strides;
+    uint64_t byte_offset;
+} Tensor;
+typedef struct {
+    uint32_t major, minor;
+    void *previous, *allocate, *managed_from_object, *managed_to_object;
+    int (*tensor_from_object)(void *, Tensor *);
+    int (*current_stream)(int32_t type, int32_t index, void **);
+} Exchange;
+
+/* CUDA driver: a launch and its one attribute. */
+typedef struct { int id; char padding[4]; union { int on; char bytes[64]; } value; } Attribute;
+typedef struct {
+    unsigned grid[3], block[3], shared_bytes;
+    void *stream;
+    Attribute *attributes;
+    unsigned num_attributes;
+} LaunchConfig;
+enum { PROGRAMMATIC_STREAM_SERIALIZATION = 6 };
 
 enum { MAX_TENSORS = 24, MAX_DIMS = 8, MAX_PARAMETERS = 160, MAX_MAPS = 16, MAP_BYTES = 128 };
-enum { VALUE, POINTER, MAP }; /* kinds of parameters, as in recorder.py */
+enum { MAX_STRUCT = 1024 };
+enum { VALUE, POINTER, MAP, STRUCT, FIELD }; /* kinds of parameters, as in prepare.py */
 enum { L2_PROMOTION_128B = 2 };
 typedef struct { _Alignas(64) char bytes[MAP_BYTES]; } TensorMap;
 
@@ -29,14 +56,16 @@ static struct {
 
 typedef struct {
     int kind, tensor; /* of the call, whose address is added to `value` */
+    int place;        /* of a pointer that is a field of the launch's struct */
     uint64_t value;
     TensorMap map;
 } Parameter;
 typedef struct {
     void *function;
-    unsigned grid[3], threads, shared_bytes, overlaps;
+    unsigned grid[3], block[3], shared_bytes, overlaps;
     int num_parameters;
     Parameter *parameters;
+    char *structure; /* that the kernel takes by value, or NULL */
 } Launch;
 typedef struct {
     void *context;
@@ -156,36 +185,45 @@ static PyObject *encode(PyObject *module, PyObject *args) {
 
 static void release(PyObject *capsule) {
     Prepared *prepared = PyCapsule_GetPointer(capsule, CAPSULE);
-    for (int i = 0; prepared && i < prepared->num_launches; i++)
+    for (int i = 0; prepared && i < prepared->num_launches; i++) {
         free(prepared->launches[i].parameters);
+        free(prepared->launches[i].structure);
+    }
     free(prepared);
 }
 
-/* (kind, tensor, value, bytes of a map) */
-static int read_parameter(PyObject *given, int num_tensors, Parameter *parameter) {
-    const char *map;
+/* (kind, tensor, value, place, bytes of a map or a struct); fields follow their struct */
+static int read_parameter(PyObject *given, int num_tensors, Launch *launch, Parameter *parameter) {
+    const char *bytes;
     Py_ssize_t size;
     unsigned long long value;
-    if (!PyArg_ParseTuple(given, "iiKy#", &parameter->kind, &parameter->tensor, &value, &map, &size))
+    if (!PyArg_ParseTuple(given, "iiKiy#", &parameter->kind, &parameter->tensor, &value,
+                          &parameter->place, &bytes, &size))
         return -1;
-    int wanted = parameter->kind == MAP ? MAP_BYTES : 0;
-    if (size != wanted || (unsigned)parameter->tensor >= (unsigned)num_tensors) {
-        PyErr_Format(PyExc_ValueError, "a parameter of tensor %d with a map of %zd bytes",
-                     parameter->tensor, size);
+    int is_struct = parameter->kind == STRUCT && !launch->structure && size <= MAX_STRUCT;
+    int is_field = parameter->kind == FIELD && launch->structure && !size &&
+                   (unsigned)parameter->place <= MAX_STRUCT - sizeof(void *);
+    int is_other = parameter->kind < STRUCT && size == (parameter->kind == MAP ? MAP_BYTES : 0);
+    if ((!is_struct && !is_field && !is_other) ||
+        (unsigned)parameter->tensor >= (unsigned)num_tensors) {
+        PyErr_Format(PyExc_ValueError, "a parameter of kind %d, tensor %d and %zd bytes",
+                     parameter->kind, parameter->tensor, size);
         return -1;
     }
     parameter->value = value;
-    memcpy(parameter->map.bytes, map, size);
+    if (is_struct && !(launch->structure = calloc(1, MAX_STRUCT))) return -1;
+    memcpy(is_struct ? launch->structure : parameter->map.bytes, bytes, size);
     return 0;
 }
 
-/* (function, grid, threads, shared bytes, whether it overlaps, parameters) */
+/* (function, grid, block, shared bytes, whether it overlaps, parameters) */
 static int read_launch(PyObject *given, int num_tensors, Launch *launch) {
     unsigned long long function;
     PyObject *parameters;
-    if (!PyArg_ParseTuple(given, "K(III)IIIO!", &function, &launch->grid[0], &launch->grid[1],
-                          &launch->grid[2], &launch->threads, &launch->shared_bytes,
-                          &launch->overlaps, &PyTuple_Type, &parameters))
+    if (!PyArg_ParseTuple(given, "K(III)(III)IIO!", &function, &launch->grid[0], &launch->grid[1],
+                          &launch->grid[2], &launch->block[0], &launch->block[1],
+                          &launch->block[2], &launch->shared_bytes, &launch->overlaps,
+                          &PyTuple_Type, &parameters))
         return -1;
     Py_ssize_t count = PyTuple_GET_SIZE(parameters);
     if (count > MAX_PARAMETERS) {
@@ -197,7 +235,8 @@ static int read_launch(PyObject *given, int num_tensors, Launch *launch) {
     launch->parameters = aligned_alloc(64, (count + 1) * sizeof(Parameter));
     if (!launch->parameters) return -1;
     for (Py_ssize_t i = 0; i < count; i++)
-        if (read_parameter(PyTuple_GET_ITEM(parameters, i), num_tensors, &launch->parameters[i]))
+        if (read_parameter(PyTuple_GET_ITEM(parameters, i), num_tensors, launch,
+                           &launch->parameters[i]))
             return -1;
     return 0;
 }
@@ -228,24 +267,31 @@ static PyObject *prepare(PyObject *module, PyObject *args) {
 static int start(const Launch *launch, const uint64_t *addresses, void *stream) {
     uint64_t values[MAX_PARAMETERS];
     TensorMap maps[MAX_MAPS];
+    _Alignas(8) char structure[MAX_STRUCT];
     void *parameters[MAX_PARAMETERS];
-    int num_maps = 0, result = 0;
+    int num_maps = 0, count = 0, result = 0;
+    if (launch->structure) memcpy(structure, launch->structure, MAX_STRUCT);
     for (int i = 0; i < launch->num_parameters && !result; i++) {
         const Parameter *parameter = &launch->parameters[i];
+        void *place = &values[i];
         values[i] = parameter->value;
         if (parameter->kind != VALUE) values[i] += addresses[parameter->tensor];
-        parameters[i] = &values[i];
-        if (parameter->kind == MAP) {
-            TensorMap *map = &maps[num_maps++ % MAX_MAPS];
-            memcpy(map, &parameter->map, sizeof *map);
-            result = driver.move_map(map, (void *)(uintptr_t)values[i]);
-            parameters[i] = map;
+        if (parameter->kind == FIELD) {
+            memcpy(structure + parameter->place, &values[i], sizeof values[i]);
+            continue;
         }
+        if (parameter->kind == STRUCT) place = structure;
+        if (parameter->kind == MAP) {
+            place = &maps[num_maps++ % MAX_MAPS];
+            memcpy(place, &parameter->map, sizeof(TensorMap));
+            result = driver.move_map(place, (void *)(uintptr_t)values[i]);
+        }
+        parameters[count++] = place;
     }
     Attribute overlap = {.id = PROGRAMMATIC_STREAM_SERIALIZATION, .value = {.on = 1}};
     LaunchConfig config = {
         .grid = {launch->grid[0], launch->grid[1], launch->grid[2]},
-        .block = {launch->threads, 1, 1},
+        .block = {launch->block[0], launch->block[1], launch->block[2]},
         .shared_bytes = launch->shared_bytes,
         .stream = stream,
         .attributes = &overlap,

@@ -10,9 +10,9 @@ from itertools import count
 
 import torch
 
-from anabranch.llm.bench.device_wait import synchronize
 from anabranch.llm.bench.run_results import make_header
 from anabranch.llm.bench.table import print_paths, print_table
+from anabranch.llm.bench.workload import synchronize
 from anabranch.llm.cli.progress import progress_bars
 from anabranch.llm.engine.config import EngineConfig
 from attention_bench import ours, peers

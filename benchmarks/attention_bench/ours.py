@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import anabranch as ab
-from anabranch.merge import load_implementation
+from anabranch.merge import load_launcher
 from anabranch.state import AttentionState
 from attention_bench.exact import CallResult
 from attention_bench.implementations import Implementation, Prepared, UnavailableError, require
@@ -36,7 +36,7 @@ def _answer(state: AttentionState) -> CallResult:
 
 def _merge(impl: str, inputs: MergeInputs) -> Prepared:
     try:
-        load_implementation(impl, inputs.pairs[0][0].out.device)
+        load_launcher(impl, inputs.pairs[0][0].out.device)
     except (ImportError, RuntimeError) as reason:
         raise UnavailableError(str(reason)) from reason
     return Prepared([partial(ab.merge, a, b, impl=impl) for a, b in inputs.pairs], _answer)

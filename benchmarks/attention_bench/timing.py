@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from anabranch.llm.bench.device_wait import synchronize
+from anabranch.llm.bench.workload import synchronize
 from attention_bench.implementations import Call
 
 SAMPLE_US = 2000.0  # a sample lasts about this long, so that starting it does not count

@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from anabranch.llm.bench.device_wait import release_memory
 from anabranch.llm.bench.run_results import Record, RunResults, begin_results
 from anabranch.llm.bench.table import Table, format_number
-from anabranch.llm.bench.workload import LOWEST_TOKEN, greedy, random_prompts
+from anabranch.llm.bench.workload import LOWEST_TOKEN, greedy, random_prompts, release_memory
 from anabranch.llm.cli.engine_options import SCORERS
 from anabranch.llm.cli.progress import Progress
 from anabranch.llm.cli.step_times import record_steps

@@ -15,7 +15,7 @@ from anabranch.llm.bench.serve.endpoint import Endpoint, as_dict
 from anabranch.llm.bench.serve.load_options import Load
 from anabranch.llm.bench.serve.request_bodies import COMMON_WORDS, streamed_body
 from anabranch.llm.bench.serve.request_load import LoadRun, latencies, summarise
-from anabranch.llm.bench.serve.server_process import LaunchedServer, launched
+from anabranch.llm.bench.serve.serve_bench import LaunchedServer, launched
 from anabranch.llm.bench.serve.streamed_request import Outcome, check_answer, send_request
 from anabranch.llm.bench.table import Table
 from anabranch.llm.cli.progress import Progress

@@ -18,8 +18,9 @@ from engine_tables import engine_section
 from figures import figures_of
 from headlines import headline_section
 from hopper_table import hopper_section
+from quantised_table import quantised_section
 
-DOCUMENTS = ("README.md", "docs/benchmarks.md")
+DOCUMENTS = ("README.md", "docs/benchmarks.md", "docs/weights.md")
 TABLE_GROUPS = {"table", "models", "cpu"}  # the others are plotted
 
 
@@ -39,6 +40,7 @@ def sections_of(root: Path) -> dict[str, str]:
         ("engine", engine_section),
         ("headlines", headline_section),
         ("hopper", hopper_section),
+        ("quantised", quantised_section),
     )
     for name, make in others:
         if (text := make(root)) is not None:

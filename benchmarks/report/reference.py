@@ -13,7 +13,7 @@ from typing import Any
 from anabranch.llm.cli.serve import ServeCommandOptions
 from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.llm.engine.llm import LLM
-from anabranch.llm.engine.outputs import CompletionOutput, RequestOutput
+from anabranch.llm.engine.request import CompletionOutput, RequestOutput
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 from anabranch.llm.runner.sparse_decode import SparseConfig
 from anabranch.llm.sampling.params import SamplingParams

@@ -173,6 +173,6 @@ def test_torch_is_the_cpus() -> None:
     case = Case(device="cuda")
     with pytest.raises(
         ValueError,
-        match="impl='torch' cannot write these keys: it is the CPU's, got keys on cuda:0",
+        match="impl='torch' cannot run here: it is the CPU's, got tensors on cuda:0",
     ):
         append_kv(empty_keys(case), *new_tokens(case, 1), integers(case, [0]), impl="torch")

@@ -189,7 +189,7 @@ def test_batch_beyond_int32(huge: torch.Tensor) -> None:
 def num_compiled() -> int:
     from anabranch.kernels.schedule.schedule import schedule_kernel
     from anabranch.kernels.triton.append_kv import append_kv_kernel
-    from anabranch.kernels.triton.attend_kernel import attend_kernel
+    from anabranch.kernels.triton.attend import attend_kernel
 
     kernels = (attend_kernel, schedule_kernel, append_kv_kernel)
     return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())

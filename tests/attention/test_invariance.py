@@ -17,7 +17,7 @@ from states import random_state
 from anabranch import AttentionState, PagedKV, Plan, attend, make_plan
 from anabranch.kernels.config import AttendConfig
 from anabranch.kernels.parts.slots import num_slots
-from anabranch.kernels.schedule.schedule_layout import num_blocks_bound
+from anabranch.kernels.schedule.schedule import num_blocks_bound
 
 HALF, BRAIN = torch.float16, torch.bfloat16
 GPU = pytest.mark.gpu

@@ -17,6 +17,7 @@ from anabranch.keys import (
     flatten_source,
     rebuild_source,
 )
+from anabranch.keys.source import check_index
 from anabranch.keys.view import StoreFormat
 
 CASE = Case(q_lens=(1, 1, 1), k_lens=(5, 20, 0), dims=(16, 24))
@@ -63,6 +64,15 @@ def test_a_source_passes_through_an_operator(source: str) -> None:
     assert type(again) is type(keys)
     for name, tensor in keys.tensors().items():
         assert getattr(again, name) is tensor
+
+
+def test_an_index_of_one_has_no_stride() -> None:
+    one, two = (torch.zeros(1, size, 4, dtype=torch.int32)[..., 0] for size in (1, 2))
+    assert one.stride(-1) == two.stride(-1) == 4
+    check_index("table", one, torch.device("cpu"))
+    check_index("length", torch.tensor(3, dtype=torch.int32), torch.device("cpu"))
+    with pytest.raises(ValueError, match="table must be contiguous in its last dimension"):
+        check_index("table", two, torch.device("cpu"))
 
 
 def test_every_source_is_listed() -> None:
@@ -127,6 +137,32 @@ def test_pages_that_lie_in_order_are_read_in_place() -> None:
             assert (columns.copied_bytes == 0) == (in_place and not lies_apart)
             pairs = zip(columns.read(slice(0, length - 3)), keys.gather(seq), strict=True)
             assert all(torch.equal(found[0], expected[3:]) for found, expected in pairs)
+
+
+def test_values_of_latent_rows_are_some_of_their_columns() -> None:
+    cache, table = torch.randn(2, 8, 40), torch.tensor([[0]], dtype=torch.int32)
+    lens = torch.tensor([3], dtype=torch.int32)
+    for dim in (1, 40):
+        keys = LatentKV(cache, table, lens, dim)
+        assert (keys.head_dim_k, keys.head_dim_v, keys.num_kv_heads) == (40, dim, 1)
+        assert (keys.num_pages, keys.page_size, keys.capacity) == (2, 8, 8)
+        assert keys.view().values_in_keys
+    for dim in (0, 41):
+        with pytest.raises(ValueError, match="head_dim_v"):
+            LatentKV(cache, table, lens, dim)
+
+
+def test_decoded_rows_are_gathered_as_float32() -> None:
+    table, lens = torch.tensor([[1, 0]], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+    plain = LatentKV(torch.randn(2, 8, 40).bfloat16(), table, lens, 32)
+    assert [x.dtype for x in plain.gather(0)] == [torch.bfloat16] * 2
+    codes = torch.randint(-99, 99, (2, 8, 40), dtype=torch.int8)
+    scales = torch.rand(2, 8)
+    given = {"cache_scales": scales, "query_dtype": torch.bfloat16}
+    k, v = LatentKV(codes, table, lens, 32, **given).gather(0)
+    assert k.dtype == v.dtype == torch.float32 and v.shape == (9, 1, 32)
+    exact = codes * scales[..., None]
+    torch.testing.assert_close(k[:, 0], torch.cat([exact[1], exact[0, :1]]))
 
 
 def test_pages_of_latent_rows_are_read_in_their_order() -> None:

@@ -16,10 +16,10 @@ import torch
 from cases import Case, assert_right, integers, make_inputs
 
 import anabranch.launches
-from anabranch import AttentionState, append_kv, attend, call_checks, make_plan, producers
+from anabranch import AttentionState, append_kv, attend, make_plan, producers
 from anabranch.append import APPENDS
 from anabranch.attend import CALLS
-from anabranch.launches import recorder
+from anabranch.launches import prepare, recorder
 from anabranch.launches.extension import build_extension
 from anabranch.plan import PLANS
 
@@ -116,10 +116,10 @@ def test_a_description_tells_kinds_apart(fake: SimpleNamespace) -> None:
 
 def test_pointers_of_the_call_reach_the_kernel(fake: SimpleNamespace) -> None:
     launches, driver = fake.launches, fake.driver
-    value, pointer, map_ = (recorder.VALUE, recorder.POINTER, recorder.MAP)
-    parameters = ((value, 0, 77, b""), (pointer, 1, 16, b""), (pointer, 0, 0, b""))
-    parameters += ((map_, 1, 0, bytes(range(128))),)
-    launch = (1234, (3, 2, 1), 256, 4096, 1, parameters)
+    value, pointer, map_ = (prepare.VALUE, prepare.POINTER, prepare.MAP)
+    parameters = ((value, 0, 77, 0, b""), (pointer, 1, 16, 0, b""), (pointer, 0, 0, 0, b""))
+    parameters += ((map_, 1, 0, 0, bytes(range(128))),)
+    launch = (1234, (3, 2, 1), (256, 1, 1), 4096, 1, parameters)
     prepared = launches.prepare(CONTEXT, 0, 3, (launch, launch))
     for _ in range(2):
         x, y = torch.zeros(8), torch.zeros(64)
@@ -178,15 +178,15 @@ def test_operations_that_would_have_to_run_again(extra: Any, complete: bool) -> 
 def test_places_of_pointers() -> None:
     cache = torch.zeros(2, 64)
     k, v, q = cache[0], cache[1], torch.zeros(8)
-    place = partial(recorder._place, groups=((q, None), (k, v)))
+    place = partial(prepare._place, groups=((q, None), (k, v)))
     assert place(v) == (3, 0)
     assert place(q[2:]) == (0, 8)
-    with pytest.raises(recorder.NotRecordable):
+    with pytest.raises(prepare.NotRecordable):
         place(k[3:])  # of k or of v: both lie there
-    with pytest.raises(recorder.NotRecordable):
+    with pytest.raises(prepare.NotRecordable):
         place(torch.zeros(8))
-    with pytest.raises(recorder.NotRecordable):
-        recorder._place(q, ((q,), (q,)))
+    with pytest.raises(prepare.NotRecordable):
+        prepare._place(q, ((q,), (q,)))
 
 
 def gpu_cases() -> dict[str, Case]:
@@ -301,11 +301,10 @@ def test_calls_of_a_kind_are_checked_once_on_a_cpu(
 ) -> None:
     """Later calls skip the checks; what has another shape is another kind, and is checked."""
     checked: list[object] = []
-    check = call_checks.check_call
+    module = sys.modules["anabranch.attend"]
+    check = module._check_call
     monkeypatch.setattr(
-        sys.modules["anabranch.attend"],
-        "check_call",
-        lambda *given: checked.append(given) or check(*given),
+        module, "_check_call", lambda *given: checked.append(given) or check(*given)
     )
     for seed in range(3):
         q, keys, options = make_inputs(Case(q_lens=(1,), k_lens=(9,)), seed)

@@ -355,15 +355,15 @@ def test_compiles_into_one_graph(impl: str, device: str, stacked: bool) -> None:
 def test_compiles_with_the_identity_made_inside(
     impl: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A tracer never reads the choice of the shortcut, whose checks it need not understand."""
+    """A tracer never reads whether a call may be a repeated one, which it need not understand."""
     module = sys.modules["anabranch.merge"]
-    chooses = module._on_gpu
+    chooses = module._are_on_gpu
 
     def untraceable(states: tuple[AttentionState, ...]) -> bool:
         torch._dynamo.graph_break()
         return chooses(states)
 
-    monkeypatch.setattr(module, "_on_gpu", untraceable)
+    monkeypatch.setattr(module, "_are_on_gpu", untraceable)
 
     def layer(a: AttentionState, b: AttentionState) -> AttentionState:
         empty = AttentionState.empty(a.out.shape, dtype=a.out.dtype, device=a.out.device)

@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import astuple, replace
+from dataclasses import replace
+from importlib import import_module
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,16 +25,24 @@ import pytest
 import torch
 from states import double, laid_out, random_state, stack, torch_merge
 from tolerance import assert_same_infinities, assert_state_close
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 import anabranch
 from anabranch import AttentionState
 from anabranch.kernels.cuda import compilers
-from anabranch.kernels.cuda.layout import DTYPES, KERNELS, Layout, select_layout
-from anabranch.kernels.cuda.merge import SOURCES, load, load_launcher, load_shortcut
+from anabranch.kernels.cuda import merge as cuda_merge
+from anabranch.kernels.cuda.merge import (
+    DTYPES,
+    KERNELS,
+    SOURCES,
+    Layout,
+    LoadedMerge,
+    load,
+    load_kernels,
+    select_layout,
+)
 from anabranch.launches import build_cache as cache
-from anabranch.launches import driver
-from anabranch.launches.extension import DLPACK_CUDA, build_extension
+from anabranch.launches import driver, prepare
+from anabranch.launches.extension import build_extension
 from anabranch.state import merge_stacked
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -42,6 +51,7 @@ DLPACK_CPU = 1
 HOST_CONTEXT = 7
 NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux
 KERNEL_SOURCE = (SOURCES / "merge.cu").read_text()
+LAUNCHES = Path(prepare.__file__).with_name("launches.c")
 Merge = Callable[
     [tuple[AttentionState, ...], bool, torch.Tensor, torch.Tensor | None],
     None,
@@ -145,7 +155,7 @@ def test_no_compiler_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path:
         compilers.find_cuda_compiler.__wrapped__()
     monkeypatch.setattr(shutil, "which", lambda *_args, **_options: None)
     with pytest.raises(RuntimeError, match="needs a C compiler"):
-        build_extension(SOURCES / "launcher.c")
+        build_extension(LAUNCHES)
 
 
 @pytest.fixture
@@ -213,7 +223,7 @@ def test_builds_without_a_place_for_a_cache(
     assert cache.read(cache.build_once("thing", (), lambda: b"content")) == b"content"
 
 
-# ---- the whole path on the CPU: launcher.c with a driver that runs the kernels on host threads
+# ---- the whole path on the CPU: launches.c with a driver that runs the kernels on host threads
 
 HOST_TYPES = """
 struct Half {
@@ -310,7 +320,7 @@ class Launch(NamedTuple):
 
 
 class HostDriver:
-    """The driver functions that launcher.c calls, for a GPU made of host threads."""
+    """The driver functions that launches.c calls, for a GPU made of host threads."""
 
     def __init__(self, kernels: ctypes.CDLL) -> None:
         self.launches: list[Launch] = []
@@ -324,6 +334,7 @@ class HostDriver:
             ctypes.CFUNCTYPE(number, pointer)(self.push_context),
             ctypes.CFUNCTYPE(number, pointer)(self.pop_context),
             ctypes.CFUNCTYPE(number, number, pointer)(lambda _status, _reason: 0),
+            *[ctypes.CFUNCTYPE(number)(lambda: 1)] * 2,  # of tensor maps
         )  # fmt: skip
 
     def addresses(self) -> tuple[int, ...]:
@@ -356,8 +367,8 @@ class HostDriver:
 
 
 @pytest.fixture(scope="module")
-def host(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
-    """launcher.c on a HostDriver, for CPU tensors."""
+def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """launches.c on a HostDriver, for CPU tensors."""
     folder = tmp_path_factory.mktemp("host")
     compiler = shutil.which("g++")
     if compiler is None:
@@ -372,24 +383,27 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(cache.ENVIRONMENT_VARIABLE, str(folder))
         try:
-            launcher = build_extension(SOURCES / "launcher.c")
+            launches = build_extension(LAUNCHES)
         except RuntimeError as error:
             pytest.skip(str(error))
-    launcher.attach(
-        torch.Tensor.__dlpack_c_exchange_api__,
-        AttentionState,
-        torch._C._dynamo.guards._empty_strided_cpu,
-        tuple(DTYPES),
-        host_driver.addresses(),
-    )
-    return SimpleNamespace(driver=host_driver, launcher=launcher)
+    launches.attach(torch.Tensor.__dlpack_c_exchange_api__)
+    launches.connect(DLPACK_CPU, host_driver.addresses())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare, "connect_launches", lambda: launches)
+        patch.setattr(driver, "primary_context", lambda _: HOST_CONTEXT)
+        yield SimpleNamespace(driver=host_driver)
 
 
 def on_host(host: SimpleNamespace, layout: Layout) -> Merge:
     """The launcher with this layout."""
-    where = DLPACK_CPU, 0, HOST_CONTEXT, host.driver.functions()
-    host.launcher.load(*where, astuple(layout))
-    return host.launcher.launch
+    functions = dict(zip(KERNELS, host.driver.functions(), strict=True))
+
+    def merge(*given: object) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cuda_merge, "load_kernels", lambda _: LoadedMerge(functions, layout))
+            cuda_merge.merge(*given)
+
+    return merge
 
 
 FAR = 1 << 30
@@ -509,81 +523,60 @@ def test_layouts_fit_the_kernels() -> None:
         assert layout.parts_block <= 256
 
 
-def test_launcher_refuses_what_does_not_match(host: SimpleNamespace) -> None:
-    on_host(host, ONE_ROW)
-    state, merged = random_state((7, 3, 16), 0), poisoned((7, 3, 16), SINGLE)
-    wrong = {
-        "shapes differ": (state, random_state((7, 3, 8), 0)),
-        "dtypes of out": (state, random_state((7, 3, 16), 0, dtype=HALF)),
-        "lse must be float32": (state, state._replace(lse=state.lse.double())),
-        "the shapes differ": (state, state._replace(lse=state.lse.T)),
-        "must be float16": (AttentionState(state.out.double(), state.lse),),
-        "tokens, heads, head_dim": (AttentionState(state.out[0], state.lse[0]),),
-        "1 to 8 states": (state,) * 9,
-        "size is 0": (random_state((0, 3, 16), 0),),
-        "a state is": ((state.out,),),
-    }
-    for message, states in wrong.items():
-        with pytest.raises(ValueError, match=message):
-            host.launcher.launch(states, False, *merged)
-        assert host.launcher.try_merge(states) is None
-    with pytest.raises(ValueError, match="shapes differ"):
-        host.launcher.launch((state,), False, merged.out[1:], merged.lse[1:])
-    with FakeTensorMode(), pytest.raises(ValueError, match="no memory"):
-        fake = AttentionState.empty((7, 3, 16))
-        assert host.launcher.try_merge((fake, fake)) is None
-        host.launcher.launch((fake,), False, *merged)
-    with pytest.raises(RuntimeError, match="meta"):
-        meta = AttentionState(state.out.to("meta"), state.lse.to("meta"))
-        host.launcher.launch((meta,), False, *merged)
-    with pytest.raises(RuntimeError):
-        host.launcher.launch((("out", "lse"),), False, *merged)
-    host.launcher.load(DLPACK_CUDA, 0, HOST_CONTEXT, host.driver.functions(), astuple(ONE_ROW))
-    with pytest.raises(ValueError, match="no kernels are loaded"):
-        host.launcher.launch((state,), False, *merged)
+def test_more_rows_than_an_index_holds() -> None:
+    state = AttentionState(torch.empty(1, device="meta").expand(1 << 31, 1, 8), torch.empty(0))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match="2\\^31 rows"):
+        patch.setattr(cuda_merge, "load_kernels", lambda _: LoadedMerge({}, ONE_ROW))
+        cuda_merge.merge((state,), False, *state)
 
 
-def test_try_merge_takes_plain_states_only(host: SimpleNamespace) -> None:
-    on_host(host, ONE_ROW)
-    try_merge = host.launcher.try_merge
-    for num_parts, out_layout, lse_layout in (
-        (1, "contiguous", "contiguous"),
-        (2, "contiguous", "transposed"),
-        (8, "sliced", "contiguous"),
-    ):
-        states = tuple(
-            AttentionState(laid_out(part.out, out_layout), laid_out(part.lse, lse_layout))
-            for part in random_parts(num_parts, (7, 3, 16), HALF)
-        )
-        merged = try_merge(states)
-        assert type(merged) is AttentionState
-        assert all(x.is_contiguous() for x in merged)
-        check_against(merged, states)
-    state, other = random_parts(2, (7, 3, 16), SINGLE)
-    for field in ("out", "lse"):
-        learning = getattr(other, field).clone().requires_grad_()
-        assert try_merge((state, other._replace(**{field: learning}))) is None
-    assert try_merge((state, tuple(other))) is None
-    assert try_merge((tuple(state), other)) is None
-    assert try_merge((state, state._replace(out=other.out.numpy()))) is None
-    host.driver.context = 0  # of another device: new memory would lie there
-    assert try_merge((state, other)) is None
-    check(host.launcher.launch, [state, other])
-    host.driver.context = HOST_CONTEXT
+@pytest.fixture
+def repeated(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[Launch]:
+    """merge() as on a GPU, whose repeated calls are launched without the launcher."""
+    module = import_module("anabranch.merge")
+    monkeypatch.setattr(module, "_are_on_gpu", lambda states: True)
+    monkeypatch.setattr(module, "load_launcher", lambda *_: on_host(host, ONE_ROW))
+    monkeypatch.setattr(module, "MERGES", type(module.MERGES)())
+    return host.driver.launches
 
 
-def test_memory_that_runs_out_is_an_error(host: SimpleNamespace) -> None:
-    def refuse(*_: object) -> torch.Tensor:
-        raise MemoryError("no room")
+@pytest.mark.parametrize("num_parts", [1, 2, 8])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_merges_of_a_kind_are_launched_again(
+    repeated: list[Launch], monkeypatch: pytest.MonkeyPatch, num_parts: int, stacked: bool
+) -> None:
+    for turn in range(3):
+        parts = [random_state((7, 3, 16), 9 * turn + i, dtype=HALF) for i in range(num_parts)]
+        given, options = ([stack(parts)], {"dim": 0}) if stacked else (parts, {})
+        before = len(repeated)
+        merged = anabranch.merge(*given, **options)
+        check_against(merged, parts)
+        assert merged.out.is_contiguous()
+        into = anabranch.merge(*given, **options, out=poisoned((7, 3, 16), HALF))
+        assert all(map(torch.equal, into, merged))
+        mine = AttentionState(*(x[0] for x in given[0])) if stacked else given[0]
+        assert anabranch.merge(*given, **options, out=mine) is mine
+        assert all(map(torch.equal, mine, merged))
+        assert len(repeated) == before + 3
+        monkeypatch.setattr(cuda_merge, "launch_struct", None)  # the first of a kind needs it
 
-    exchange = torch.Tensor.__dlpack_c_exchange_api__
-    rest = tuple(DTYPES), host.driver.addresses()
-    host.launcher.attach(exchange, AttentionState, refuse, *rest)
-    on_host(host, ONE_ROW)
-    with pytest.raises(MemoryError, match="no room"):
-        host.launcher.try_merge(tuple(random_parts(2, (7, 3, 16), HALF)))
-    allocate = torch._C._dynamo.guards._empty_strided_cpu
-    host.launcher.attach(exchange, AttentionState, allocate, *rest)
+
+def test_what_differs_is_checked_again(repeated: list[Launch]) -> None:
+    a, b = random_parts(2, (7, 3, 16), SINGLE)
+    anabranch.merge(a, b)
+    anabranch.merge(a, b, out=a)
+    check_against(anabranch.merge(a, b._replace(lse=laid_out(b.lse, "transposed"))), (a, b))
+    with pytest.raises(ValueError, match=r"states\[1\].out has shape"):
+        anabranch.merge(a, AttentionState(b.out[1:], b.lse[1:]))
+    with pytest.raises(ValueError, match=r"states\[1\] requires grad"):
+        anabranch.merge(a, b._replace(lse=b.lse.clone().requires_grad_()))
+    with pytest.raises(ValueError, match=r"out.out overlaps states\[1\].out"):
+        anabranch.merge(a, b, out=AttentionState(b.out, a.lse))
+    memory = torch.randn(8, 3, 16)
+    first, second = (AttentionState(memory[i : 7 + i], x.lse) for i, x in enumerate((a, b)))
+    for _ in range(2):
+        with pytest.raises(ValueError, match=r"out.out overlaps states\[1\].out"):
+            anabranch.merge(first, second, out=first)
 
 
 # ---- on a GPU
@@ -591,18 +584,12 @@ def test_memory_that_runs_out_is_an_error(host: SimpleNamespace) -> None:
 
 @contextmanager
 def loaded(**changes: int) -> Iterator[Merge]:
-    """The launcher with kernels freshly loaded and a changed layout."""
-    device = torch.device("cuda", torch.cuda.current_device())
-    launch = load(device)
-    properties = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
-    cubin = compilers.build_cubin(KERNEL_SOURCE, "sm_{}{}".format(*capability))
-    functions = driver.load_functions(device.index, cubin, KERNELS)
-    layout = select_layout(capability, properties.multi_processor_count)
-    where = DLPACK_CUDA, device.index, driver.primary_context(device.index), functions
-    load_launcher().load(*where, astuple(replace(layout, **changes)))
-    yield launch
-    load_launcher().load(*where, astuple(layout))
+    """The launcher with a changed layout."""
+    found = load_kernels(torch.device("cuda", torch.cuda.current_device()))
+    layout = replace(found.layout, **changes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda_merge, "load_kernels", lambda _: found._replace(layout=layout))
+        yield cuda_merge.merge
 
 
 @pytest.fixture(
@@ -666,22 +653,21 @@ def test_strides(launch: Merge, out_layout: str, lse_layout: str) -> None:
 
 
 @pytest.mark.gpu
-def test_plain_merges_take_the_shortcut() -> None:
+def test_repeated_merges() -> None:
     a, b = random_parts(2, (300, 8, 128), HALF, "cuda")
     b = b._replace(lse=laid_out(b.lse, "transposed"))
     merged = anabranch.merge(a, b)
     into = anabranch.merge(a, b, out=poisoned((300, 8, 128), HALF, "cuda"))
-    by_shortcut = load_shortcut(a.out.device)((a, b))
-    for mine, theirs, short in zip(merged, into, by_shortcut, strict=True):
-        assert torch.equal(mine, theirs)
-        assert torch.equal(mine, short)
-        assert mine.is_contiguous()
+    for again in (anabranch.merge(a, b), into, anabranch.merge(a, b, out=into)):
+        assert all(map(torch.equal, merged, again))
+        assert again.out.is_contiguous()
     with pytest.raises(ValueError, match=r"states\[1\].out has shape"):
         anabranch.merge(a, AttentionState(b.out[1:], b.lse[1:]))
     with pytest.raises(ValueError, match=r"states\[1\] requires grad"):
         anabranch.merge(a, b._replace(lse=b.lse.clone().requires_grad_()))
     with pytest.raises(ValueError, match=r"states\[1\] must be an AttentionState, got tuple"):
         anabranch.merge(a, tuple(b))
+    assert all(map(torch.equal, merged, anabranch.merge(a, b)))
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 from states import random_state, stack
 
 from anabranch import AttentionState, merge
-from anabranch.merge import ENVIRONMENT_VARIABLE, load_implementation
+from anabranch.merge import ENVIRONMENT_VARIABLE, load_launcher
 
 A, B = (random_state((4, 3, 8), seed) for seed in (0, 1))
 STACKED = stack([A, B])
@@ -141,18 +141,18 @@ def test_environment_variable_chooses(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cpu")
     try:
         for name in ("torch", "triton"):
-            load_implementation.cache_clear()
+            load_launcher.cache_clear()
             monkeypatch.setenv(ENVIRONMENT_VARIABLE, name)
             if name == "torch" or not torch.cuda.is_available():
-                chosen = load_implementation(None, device)
-                assert chosen is load_implementation(name, device)
-        load_implementation.cache_clear()
+                chosen = load_launcher(None, device)
+                assert chosen is load_launcher(name, device)
+        load_launcher.cache_clear()
         monkeypatch.setenv(ENVIRONMENT_VARIABLE, "cudnn")
         with pytest.raises(ValueError, match=r"ANABRANCH_MERGE must be one of .*got 'cudnn'"):
             merge(A, B)
         assert merge(A, B, impl="torch").lse.shape == (4, 3)
     finally:
-        load_implementation.cache_clear()
+        load_launcher.cache_clear()
 
 
 def test_triton_on_the_cpu_is_refused_without_the_interpreter() -> None:

@@ -10,14 +10,15 @@ import torch
 from tolerance import assert_close
 
 from anabranch import PagedKV, append_kv, attend, bound_pages, reference, select_pages
-from anabranch.compositions.page_choice import CHOOSERS, choose_pages, new_bounds, renew_bounds
+from anabranch.compositions.page_choice import choose_pages, new_bounds, renew_bounds
 from anabranch.compositions.selectors import PageBounds
+from anabranch.implementations import FOLDERS
 
 SIZE, NUM_KV_HEADS, GROUP, DIM = 4, 2, 3, 24
 LENS = (70, 33, 5, 0, 4, 1)
 WIDTH = 20
 RUNS = [
-    *(("cpu", impl) for impl in CHOOSERS),
+    *(("cpu", impl) for impl in FOLDERS),
     pytest.param("cuda", "triton", marks=pytest.mark.gpu),
 ]
 every_impl = pytest.mark.parametrize(("device", "impl"), RUNS)

@@ -111,7 +111,7 @@ def check(
 @on_cpu
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_tokens_are_those_of_vllms_own_backend(setting: str) -> None:
-    from anabranch.llm.models.smollm2 import smollm2_directory
+    from anabranch.llm.models.fetched_models import smollm2_directory
 
     ours = check(smollm2_directory(), SETTINGS[setting], "CPU_ATTN")
     assert ours["prefix_hits"] > 0
@@ -131,7 +131,7 @@ def test_latent_caches(tiny_deepseek: Path) -> None:
 @on_cpu
 def test_fp8_caches() -> None:
     """A key that is off by a rounding may get another code, so answers only begin alike."""
-    from anabranch.llm.models.smollm2 import smollm2_directory
+    from anabranch.llm.models.fetched_models import smollm2_directory
 
     model, options = smollm2_directory(), {"kv_cache_dtype": "fp8"}
     theirs, ours = generate(model, "CPU_ATTN", options), generate(model, "CUSTOM", options)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import random
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, takewhile
 
 import pytest
 import torch
@@ -25,8 +25,8 @@ from anabranch.kernels.hopper_config import (
     hopper_constants,
     select_tiles,
 )
-from anabranch.kernels.schedule.items import HEADER, ITEM
-from anabranch.kernels.schedule.order import most_cut, num_slots, order, order_size
+from anabranch.kernels.schedule.items import CUT, HEADER, ITEM
+from anabranch.kernels.schedule.order import cut_ints, num_slots, order, order_size
 from anabranch.rules import Rules
 
 HALF, BRAIN = torch.float16, torch.bfloat16
@@ -291,8 +291,12 @@ def test_items_cover_every_tile_once(
     constants = constants_of(num_kv_heads=2, fixed_parts=fixed_parts)
     buffer, slots = ordered(q_lens, k_lens, window, constants)
     items = items_of(buffer)
-    cut = buffer[-most_cut(slots) :][: int(buffer[3])].tolist()  # for the launch that merges
-    assert sorted(cut) == [i for i, item in enumerate(items) if item[8] > 1 and item[7] == 0]
+    records = buffer[-cut_ints(slots) :].view(-1, CUT.value).tolist()  # for the launch that merges
+    cut = [record[:5] for record in takewhile(lambda record: record[3], records)]
+    assert not any(record[3] for record in records[len(cut) :])
+    assert len(records) > len(cut)
+    firsts = [item for item in items if item[8] > 1 and item[7] == 0]
+    assert sorted(cut) == sorted([*item[1:4], *item[8:10]] for item in firsts)
     firsts = [item[6] for item in items if item[7] == 0]  # of a cut block, its other parts follow
     assert firsts == sorted(firsts, reverse=True)
     blocks: dict[tuple[int, int], list[list[int]]] = {}

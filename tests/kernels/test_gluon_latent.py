@@ -20,8 +20,7 @@ from anabranch.kernels.gluon.latent_config import (
     LatentTiles,
     latent_constants,
 )
-from anabranch.kernels.schedule.schedule import schedule
-from anabranch.kernels.schedule.schedule_layout import schedule_size
+from anabranch.kernels.schedule.schedule import schedule, schedule_size
 from anabranch.kernels.schedule.walk import begin_share, take_item
 
 HALF, BRAIN = torch.float16, torch.bfloat16

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from anabranch.device import capability
 from anabranch.kernels.layers.expand_codes import expand_codes
+from anabranch.kernels.layers.gate_outputs import gate_outputs
 from anabranch.kernels.layers.quantise_rows import quantise_rows
 from anabranch.kernels.layers.quantised_config import (
     MOST_ROWS,
@@ -18,11 +19,17 @@ from anabranch.kernels.layers.quantised_config import (
     RUN,
     CodeConstants,
     QuantisedConfig,
-    every_quantised_config,
+    RowsConfig,
+    code_tiles,
+    every_config,
     fit_quantised,
     select_quantised,
+    select_rows,
+    select_scaled,
 )
 from anabranch.kernels.layers.quantised_product import CodeArguments, quantised_product
+from anabranch.kernels.layers.quantised_rows import quantised_rows
+from anabranch.kernels.layers.scaled_product import scaled_product
 from anabranch.llm.models.quantised_linear import QuantisedLinear, set_quantised
 from anabranch.llm.models.quantised_weight import (
     Codes,
@@ -45,6 +52,8 @@ FORMATS = {
     "int8 zeros": ("int8", 1, 32, True),
     "int4": ("int4", 1, 128, False),
     "int4 zeros": ("int4", 1, 64, True),
+    "int4 short": ("int4", 1, 32, False),
+    "int4 shortest": ("int4", 1, 8, True),
     "int4 channel": ("int4", 1, None, False),
 }
 SHAPES = [(1, 1, 8), (3, 37, 384), (16, 130, 256), (17, 64, 640), (50, 200, 200)]
@@ -118,6 +127,69 @@ def test_product(name: str, m: int, n: int, k: int) -> None:
         assert not counters.any()
 
 
+ROWS = [
+    RowsConfig(8, 16, 4, 4, overlap=False),
+    RowsConfig(16, 32, 4, 2, overlap=False),
+]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 8), (3, 37, 384), (8, 48, 1152), (17, 64, 640)])
+@pytest.mark.parametrize("config", ROWS)
+def test_few_rows(name: str, m: int, n: int, k: int, config: RowsConfig) -> None:
+    """Straight from memory, by warps that share columns; gated where halves are whole eights."""
+    if not fits(name, k):
+        pytest.skip("groups that the columns do not divide into are refused")
+    given = random_codes(name, n, k)
+    weight, constants = arguments(QuantisedWeight(given))
+    if not constants.has_rows:
+        pytest.skip("a run is shorter than what threads take at a time")
+    x = torch.randn(m, k).div(16).to(DEVICE, BRAIN)
+    bias = torch.randn(n).to(DEVICE, BRAIN) if m == 3 else None
+    w = numbers(given)
+    expected = functional.linear(x.double(), w, None if bias is None else bias.double())
+    by_torch = functional.linear(x, w.to(x.dtype), bias)
+    y = poisoned(m, n, dtype=BRAIN)
+    quantised_rows(x, weight, bias, y, constants, config)
+    assert_close(y, expected, by_torch)
+    if n % 16 == 0:
+        y = poisoned(m, n // 2, dtype=BRAIN)
+        quantised_rows(x, weight, None, y, constants, config, gated=True)
+        (gate, up), (gate_16, up_16) = expected.chunk(2, -1), by_torch.chunk(2, -1)
+        assert_close(y, functional.silu(gate) * up, functional.silu(gate_16) * up_16)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="the interpreter's; GPUs have a test of whole layers")
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 1, 128), (17, 64, 256), (50, 200, 640)])
+@pytest.mark.parametrize("splits", [1, 2])
+def test_e4m3_by_e4m3(m: int, n: int, k: int, splits: int) -> None:
+    given = random_codes("fp8 channel", n, k)
+    held = QuantisedWeight(given)
+    x = torch.randn(m, k).to(DEVICE, BRAIN)
+    words = torch.empty(m, k // 2, dtype=torch.int16, device=DEVICE)
+    scales = poisoned(m, dtype=torch.float32)
+    quantise_rows(x, words, scales)
+    config = QuantisedConfig(16 if m <= 16 else 32, 64, 4, 2, splits, overlap=False)
+    y = poisoned(m, n, dtype=BRAIN)
+    sums = poisoned(splits, m, n, dtype=torch.float32) if splits > 1 else None
+    codes, w = (each.view(torch.float8_e4m3fn) for each in (words, held.words.data))
+    scaled_product(codes, scales, w, held.scales.data, None, y, sums, held.counters, config)
+    scale = x.double().abs().amax(1, keepdim=True) / 448
+    rounded = (x.double() / scale).to(torch.float8_e4m3fn).double() * scale
+    expected = functional.linear(rounded, numbers(given))
+    assert_close(y, expected, functional.linear(rounded.to(BRAIN), numbers(given).to(BRAIN)))
+    assert not held.counters.any()
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 1), (3, 2049)])
+def test_gate(m: int, n: int) -> None:
+    joined, y = torch.randn(m, 2 * n).to(DEVICE, BRAIN), poisoned(m, n, dtype=BRAIN)
+    gate_outputs(joined, y)
+    gate, up = joined.chunk(2, -1)
+    expected = functional.silu(gate.double()) * up.double()
+    assert_close(y, expected, functional.silu(gate) * up)
+
+
 def test_float16_and_strided_rows() -> None:
     given = random_codes("int4 zeros", 40, 192)
     weight, constants = arguments(QuantisedWeight(given))
@@ -166,6 +238,23 @@ def test_rows_as_e4m3(k: int) -> None:
     assert ((found - x.double()).abs() <= allowed * 1.001).all()
 
 
+@pytest.mark.parametrize("k", [128, 200, 1000])
+def test_rows_as_e4m3_by_run(k: int) -> None:
+    """Each run of a row as a row of its own; rows that are only room stay as they are."""
+    runs = -(-k // RUN)
+    x = torch.randn(3, k).to(DEVICE, BRAIN)
+    words = torch.full((3, runs * RUN // 2), -1, dtype=torch.int16, device=DEVICE)
+    scales = poisoned(runs, 4, dtype=torch.float32)
+    quantise_rows(x, words, scales)
+    parts = functional.pad(x, (0, -k % RUN)).view(3 * runs, RUN).contiguous()
+    expected = torch.empty(3 * runs, RUN // 2, dtype=torch.int16, device=DEVICE)
+    expected_scales = poisoned(3 * runs, dtype=torch.float32)
+    quantise_rows(parts, expected, expected_scales)
+    assert torch.equal(words.view(3 * runs, -1), expected)
+    assert torch.equal(scales[:, :3].T.reshape(-1), expected_scales)
+    assert scales[:, 3].isnan().all()
+
+
 @pytest.mark.parametrize("kind", ["fp8", "int4"])
 @pytest.mark.parametrize("k", [1, 64, 130, 256])
 def test_packing_is_undone(kind: str, k: int) -> None:
@@ -207,24 +296,48 @@ def test_what_is_joined() -> None:
     assert joins("int8", 8) != joins("fp8 channel", 8)
 
 
-def test_choice() -> None:
-    assert select_quantised(MOST_ROWS + 1, 4096, 32, 132) is None
-    few = select_quantised(1, 4096, 32, 132)
+KINDS = [CodeConstants("fp8", 1, 4096), CodeConstants("int4", 1, 128), CodeConstants("int4", 1, 32)]
+
+
+@pytest.mark.parametrize("constants", KINDS)
+def test_choice(constants: CodeConstants) -> None:
+    """Every choice is among those that are compiled, and has enough counters."""
+    assert select_quantised(constants, MOST_ROWS + 1, 4096, 4096, 132) is None
+    few = select_quantised(constants, 17, 4096, 4096, 132)
     assert few is not None and few.splits > 1
-    wide = select_quantised(16, 28672, 32, 132)
+    wide = select_quantised(constants, 17, 28672, 4096, 132)
     assert wide is not None and wide.splits == 1
-    constants = CodeConstants("fp8", 1, 4096)
-    assert fit_quantised(wide, constants, shared_bytes=227 << 10, hopper=True) == wide
-    fitted = fit_quantised(wide, constants, shared_bytes=40 << 10, hopper=False)
-    assert fitted == replace(wide, num_stages=3, overlap=False)
-    known = {replace(config, splits=1) for config in every_quantised_config()}
+    known = {replace(config, splits=1) for config in every_config(*code_tiles(constants))}
     for rows in range(1, MOST_ROWS + 1):
         for n in (64, 4096, 28672):
-            config = select_quantised(rows, n, 112, 264)
+            config = select_quantised(constants, rows, n, 14336, 264)
             assert config is not None
             tiles = -(-n // config.block_n) * -(-rows // config.block_m)
             assert config.splits == 1 or tiles <= NUM_COUNTERS
             assert replace(config, splits=1) in known
+
+
+def test_choice_for_few_rows() -> None:
+    fp8, int4, short = KINDS
+    assert select_rows(fp8, 9, 4096, 132) is None and select_rows(int4, 17, 4096, 132) is None
+    assert select_rows(CodeConstants("int4", 1, 16), 1, 4096, 132) is None
+    for constants in (fp8, int4, short):
+        for n in (16, 6144, 28672):
+            config = select_rows(constants, 8, n, 132)
+            assert config is not None and config.runs % config.num_warps == 0
+
+
+def test_choice_of_e4m3() -> None:
+    assert select_scaled(64, 4096, 4096, 132).splits == 2
+    assert select_scaled(64, 28672, 4096, 132).splits == 1
+
+
+def test_stages_fit() -> None:
+    config = QuantisedConfig(32, 128, 8, 4)
+    fp8 = KINDS[0]
+    assert fit_quantised(config, fp8, shared_bytes=227 << 10, hopper=True) == config
+    fitted = fit_quantised(config, fp8, shared_bytes=64 << 10, hopper=False)
+    assert fitted == replace(config, num_stages=2, overlap=False)
 
 
 def test_groups_are_checked() -> None:
@@ -237,7 +350,7 @@ def test_groups_are_checked() -> None:
 def test_operator_is_well_formed() -> None:
     weight = QuantisedWeight(random_codes("int4", 64, 128), dtype=BRAIN)
     x = torch.randn(3, 128).to(DEVICE, BRAIN)
-    settings = "int4", 1, 128, False
+    settings = "int4", 1, 128, False, False
     given = x, weight.words, weight.scales, None, weight.counters, None, *settings
     torch.library.opcheck(
         torch.ops.anabranch.quantised_linear.default,
@@ -276,15 +389,20 @@ def test_sizes_of_real_models(name: str, m: int, n: int, k: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("m", [17, 64, 500])
-def test_e4m3_inputs(m: int) -> None:
-    """Inputs are rounded to 3 bits of mantissa, and nothing else is."""
-    given = random_codes("fp8 channel", 4096, 4096)
+@pytest.mark.parametrize("name", ["fp8 channel", "fp8 block"])
+@pytest.mark.parametrize("m", [33, 64, 66, 130, 501])
+def test_e4m3_inputs(name: str, m: int) -> None:
+    """Inputs are rounded to 3 bits of mantissa where there are so many rows."""
+    given = random_codes(name, 4096, 4096)
     linear = torch.nn.Linear(4096, 4096, bias=False, device="meta")
     set_quantised(linear, QuantisedWeight(given, dtype=BRAIN, fp8_inputs=True))
     x = torch.randn(m, 4096).to(DEVICE, BRAIN)
-    scale = x.double().abs().amax(1, keepdim=True) / 448
-    rounded = (x.double() / scale).to(torch.float8_e4m3fn).double() * scale
+    rounded = x.double()
+    if name == "fp8 channel" or m > 64:
+        parts = rounded.view(-1, 4096 if name == "fp8 channel" else RUN)
+        scale = parts.abs().amax(1, keepdim=True) / 448
+        rounded = (parts / scale).to(torch.float8_e4m3fn).double() * scale
+    rounded = rounded.view_as(x)
     w = numbers(given)
     expected = functional.linear(rounded, w)
     assert_close(linear(x), expected, functional.linear(rounded.to(BRAIN), w.to(BRAIN)))

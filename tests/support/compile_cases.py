@@ -1,10 +1,11 @@
 """Launches of every Triton kernel on meta tensors, compiled for GPUs that are not here.
 
 A case is a name and a call of a launcher, for a GPU with so much shared memory. As a program it
-answers each line of its input, a module, a target and names of cases (none: all), with a line of
-what their kernels need:
+answers each line of its input, a module, a target, names of cases (none: all) and of those to leave
+out, with a line of what their kernels need:
 
-    echo '["anabranch.kernels.triton.merge", "sm_90", []]' | python tests/support/compile_cases.py
+    echo '["anabranch.kernels.triton.merge", "sm_90", [], []]' |
+        python tests/support/compile_cases.py
 """
 
 from __future__ import annotations
@@ -60,14 +61,15 @@ from anabranch.kernels.parts.merge_items import merge_items
 from anabranch.kernels.parts.merge_parts import merge_parts
 from anabranch.kernels.parts.slots import Parts, StateRows
 from anabranch.kernels.schedule.order import order, order_size
-from anabranch.kernels.schedule.schedule import schedule
-from anabranch.kernels.schedule.schedule_layout import schedule_size
+from anabranch.kernels.schedule.schedule import schedule, schedule_size
 from anabranch.kernels.triton.append_kv import append_kv
-from anabranch.kernels.triton.attend_kernel import attend
+from anabranch.kernels.triton.attend import attend_blocks
 from anabranch.kernels.triton.attend_lists import attend_lists
 from anabranch.kernels.triton.choose_pages import choose_pages, renew_bounds
 from anabranch.kernels.triton.draft_tree import make_draft_tree
+from anabranch.kernels.triton.gumbel_argmax import gumbel_argmax
 from anabranch.kernels.triton.list_pages import list_pages
+from anabranch.kernels.triton.mask_tokens import mask_tokens
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.move_rows import WORDS, move_rows
 from anabranch.kernels.triton.share_pages import share_pages
@@ -80,6 +82,8 @@ Case = tuple[str, Callable[[], object]]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 meta = partial(torch.empty, device="meta")
 ints = partial(torch.empty, device="meta", dtype=torch.int32)
+longs = partial(torch.empty, device="meta", dtype=torch.int64)
+VOCABULARIES = ((1, 49152), (64, 128256), (8, 50257))
 SCRATCH = Parts(meta(1024), meta(1024), ints(1024))
 
 
@@ -118,7 +122,7 @@ def launch_attend(
     prior = None
     if num_priors:
         prior = AttentionState(*(meta(num_priors, *x.shape, dtype=x.dtype) for x in state))
-    attend(q, view, rules, state, ints(1024), SCRATCH, program, prior)
+    attend_blocks(q, view, rules, state, ints(1024), SCRATCH, program, prior)
 
 
 def launch_stored(
@@ -173,7 +177,7 @@ def launch_stored(
     state = AttentionState(meta(64, num_heads, dims[1], dtype=BRAIN), meta(64, num_heads))
     q = meta(64, num_heads, dims[0], dtype=BRAIN)
     rules = Rules(causal=True, scale=0.1)
-    attend(q, view, rules, state, ints(1024), SCRATCH, program)
+    attend_blocks(q, view, rules, state, ints(1024), SCRATCH, program)
 
 
 def stored_cases(shared_memory: int) -> Iterator[Case]:
@@ -227,16 +231,14 @@ def attend_cases(shared_memory: int) -> Iterator[Case]:
             long = config
     for kind, config in (("decode", short), ("prefill", long)):
         given = (config, (128, 128), BRAIN)
-        call = partial(launch_attend, *given, every_rule, shared_memory)
-        yield f"{kind} with window, softcap and sinks", call
-        apart = partial(launch_attend, *given, plain, shared_memory, fused=False)
-        yield f"{kind} with a merge apart", apart
+        if kind == "prefill":  # decoding has them with prior states
+            call = partial(launch_attend, *given, every_rule, shared_memory)
+            yield f"{kind} with window, softcap and sinks", call
+        option = {"weighted": True} if kind == "decode" else {"leaves_empty": True}
+        apart = partial(launch_attend, *given, plain, shared_memory, fused=False, **option)
+        yield f"{kind} with a merge apart and {next(iter(option))}", apart
     resumed = partial(launch_attend, short, (128, 128), BRAIN, every_rule, shared_memory)
     yield "decode with every rule and prior states", partial(resumed, num_priors=3)
-    spans = partial(launch_attend, long, (128, 128), BRAIN, plain, shared_memory, leaves_empty=True)
-    yield "prefill that leaves empty rows", spans
-    weighted = partial(launch_attend, short, (128, 128), BRAIN, plain, shared_memory, weighted=True)
-    yield "decode with log-weights", weighted
     for rows, rules in ((4, plain), (16, every_rule), (32, plain), (32768, plain)):
         config = select_attend(
             rows_per_seq=rows, num_pairs=256, head_dim_k=128, head_dim_v=128, itemsize=2
@@ -475,7 +477,6 @@ def draft_tree_cases(_: int) -> Iterator[Case]:
 
 def move_rows_cases(_: int) -> Iterator[Case]:
     """Words of every size."""
-    longs = partial(torch.empty, device="meta", dtype=torch.int64)
     for word_bytes in WORDS:
         given = longs(8, 2), 1024, word_bytes, longs(4, 9), longs(4, 9), longs(4)
         yield f"{word_bytes} bytes", partial(move_rows, *given)
@@ -497,6 +498,20 @@ def choose_pages_cases(_: int) -> Iterator[Case]:
     given = {"num_chosen": 64, "page_size": 16, "page_step": 128}
     q, table = meta(8, 32, 128, dtype=BRAIN), ints(8, 8192)
     yield "8192 pages", partial(choose_pages, q, bounds, bounds, table, ints(8), **given)
+
+
+def gumbel_argmax_cases(_: int) -> Iterator[Case]:
+    """Usual vocabularies."""
+    for num_rows, vocab_size in VOCABULARIES:
+        given = meta(num_rows, vocab_size), longs(num_rows)
+        yield f"{num_rows} x {vocab_size}", partial(gumbel_argmax, *given)
+
+
+def mask_tokens_cases(_: int) -> Iterator[Case]:
+    """Usual vocabularies."""
+    for num_rows, vocab_size in VOCABULARIES:
+        given = meta(num_rows, vocab_size), longs(num_rows), ints(num_rows, -(-vocab_size // 32))
+        yield f"{num_rows} x {vocab_size}", partial(mask_tokens, *given)
 
 
 def append_kv_cases(_: int) -> Iterator[Case]:
@@ -612,11 +627,13 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{KERNELS}.schedule.order": order_cases,
     f"{KERNELS}.schedule.schedule": schedule_cases,
     f"{KERNELS}.triton.append_kv": append_kv_cases,
-    f"{KERNELS}.triton.attend_kernel": attend_cases,
+    f"{KERNELS}.triton.attend": attend_cases,
     f"{KERNELS}.triton.attend_lists": attend_lists_cases,
     f"{KERNELS}.triton.choose_pages": choose_pages_cases,
     f"{KERNELS}.triton.draft_tree": draft_tree_cases,
+    f"{KERNELS}.triton.gumbel_argmax": gumbel_argmax_cases,
     f"{KERNELS}.triton.list_pages": list_pages_cases,
+    f"{KERNELS}.triton.mask_tokens": mask_tokens_cases,
     f"{KERNELS}.triton.merge": merge_cases,
     f"{KERNELS}.triton.move_rows": move_rows_cases,
     f"{KERNELS}.triton.share_pages": share_pages_cases,
@@ -640,11 +657,14 @@ def cases_of(module: str) -> Callable[[int], Iterator[Case]]:
     return CASES.get(module) or import_module(module).compile_cases
 
 
-def compiled_cases(module: str, target: str, names: list[str]) -> Iterator[dict[str, object]]:
+def compiled_cases(
+    module: str, target: str, names: list[str], unused: list[str]
+) -> Iterator[dict[str, object]]:
     """What each kernel of the module's cases needs on a target."""
     gpu = TARGETS[target]
     every = dict(cases_of(module)(gpu.shared_bytes))
-    for case in names or every:
+    assert set(unused) <= set(every), unused
+    for case in names or [x for x in every if x not in unused]:
         for launch in record(every[case]):
             with redirect_stdout(StringIO()) as log:
                 compiled = compile_launch(launch, gpu)
@@ -655,7 +675,7 @@ def compiled_cases(module: str, target: str, names: list[str]) -> Iterator[dict[
                     found[check.__name__] = check(compiled.asm["cubin"])
                 if launch.kernel.__name__ == "attend_kernel":
                     found["prefetches_every_map"] = prefetches_every_map(compiled.asm["ptx"])
-            elif target == "sm_90" and module.endswith("triton.attend_kernel") and found["spills"]:
+            elif target == "sm_90" and module.endswith("triton.attend") and found["spills"]:
                 found["tiles_stay_in_registers"] = tiles_stay_in_registers(compiled.asm["cubin"])
             yield found
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from anabranch.llm.sampling.batch import SampleBatch
 from anabranch.llm.sampling.logits import clean_scores, first_argmax
-from anabranch.llm.sampling.sample_step import SampleStep
-from anabranch.llm.sampling.sampler import Sampler
+from anabranch.llm.sampling.sampler import Sampler, SampleStep
 
 
 def propose(sampler: Sampler, logits: Tensor, batch: SampleBatch) -> Tensor:

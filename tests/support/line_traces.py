@@ -3,50 +3,42 @@
 from __future__ import annotations
 
 import json
-import sys
-import threading
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
+from process_traces import LineTracer, ProcessTraces
 
 
 class LineTraces:
-    """Traces this process, its threads included; what other processes run is not seen."""
+    """Traces this process with its threads, and what `process_traces` sees of the others."""
 
     def __init__(self, package: Path, out: Path) -> None:
         self._package, self._out = f"{package}/", out
         self._lines: set[tuple[str, int]] = set()
         self._rows: list[dict[str, Any]] = []
         self._passed: set[str] = set()
+        self._number = 0
+        self._folder = tempfile.TemporaryDirectory()
+        self._others = ProcessTraces.make(Path(self._folder.name), package)
+        self._tracer = LineTracer(self._package, lambda: self._number, self._report)
 
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
-        del event, argument
-        if not frame.f_code.co_filename.startswith(self._package):
-            return None
-        return self._step
-
-    def _step(self, frame: FrameType, event: str, argument: Any) -> Any:
-        del argument
-        if event == "line":
-            self._lines.add((frame.f_code.co_filename, frame.f_lineno))
-        return self._step
+    def _report(self, name: str, line: int) -> None:
+        self._lines.add((name, line))
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        self._lines = set()
+        self._lines, self._number = set(), self._others.begin()
         start = time.perf_counter()
-        threading.settrace(self._enter)
-        sys.settrace(self._enter)
+        self._tracer.start()
         yield
-        sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        self._tracer.stop()
         seconds = time.perf_counter() - start
         files: dict[str, list[int]] = {}
-        for name, line in sorted(self._lines):
+        for name, line in sorted(self._lines | self._others.lines(self._number)):
             files.setdefault(name.removeprefix(self._package), []).append(line)
         if item.nodeid in self._passed:
             self._rows.append({"test": item.nodeid, "seconds": seconds, "files": files})
@@ -59,3 +51,4 @@ class LineTraces:
 
     def pytest_sessionfinish(self) -> None:
         self._out.write_text(json.dumps(self._rows))
+        self._folder.cleanup()

@@ -6,6 +6,7 @@ import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 COMPARISONS = {
     ast.Lt: ("<", "<="),
@@ -149,6 +150,8 @@ class Finder(ast.NodeVisitor):
             return
         if isinstance(node.func, ast.Name) and node.func.id in CALLS:
             self._add(node, *self._span(node.func), CALLS[node.func.id])
+        if isinstance(node.func, ast.Name) and node.func.id == "zip":  # `strict` is an assertion
+            node.keywords = [each for each in node.keywords if each.arg != "strict"]
         self.generic_visit(node)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
@@ -183,3 +186,68 @@ def find_mutations(path: str, source: bytes) -> Iterator[Mutation]:
         except SyntaxError:
             continue
         yield mutation
+
+
+class Place(NamedTuple):
+    """Where a mutation is."""
+
+    lines: range  # of its statement, without those of the statements inside
+    names: frozenset[str] | None  # what it gives another value at import; None in functions
+    function: str  # the outermost around it, if there is one
+
+
+def place_of(mutation: Mutation, source: bytes) -> Place:
+    """A default is evaluated at import, and named after its function."""
+    names: set[str] | None = set()
+    body: list[ast.stmt] = ast.parse(source).body
+    lines, owner, function = range(mutation.line, mutation.line + 1), "", ""
+    while holders := [node for node in body if _first(node) <= mutation.line <= _last(node)]:
+        node = holders[0]
+        body = _inside(node)
+        lines = range(_first(node), (_first(body[0]) if body else _last(node) + 1))
+        if mutation.line not in lines and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            names, function = None, function or node.name
+        if names is not None:
+            names = {owner if name == "__init__" else name for name in _defined(node)}
+        owner = node.name if isinstance(node, ast.ClassDef) else owner
+    return Place(lines, None if names is None else frozenset(names), function)
+
+
+def made_by(function: str, source: bytes) -> frozenset[str]:
+    """Names of a module that it makes by a function, at import."""
+    made = [x for x in ast.parse(source).body if isinstance(x, ast.Assign | ast.AnnAssign)]
+    calls = [node for node in made if function and f"{function}(" in ast.unparse(node)]
+    return frozenset(name for node in calls for name in _defined(node))
+
+
+def _first(node: ast.stmt) -> int:
+    return node.lineno
+
+
+def _last(node: ast.stmt) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno
+
+
+def _inside(node: ast.stmt) -> list[ast.stmt]:
+    """Statements of a compound statement, in their order."""
+    found: list[ast.stmt] = []
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt):
+            found.append(child)
+        elif isinstance(child, ast.ExceptHandler | ast.match_case):
+            found += child.body
+    return found
+
+
+def _defined(node: ast.stmt) -> Iterator[str]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+        case ast.Assign():
+            names = (each for target in node.targets for each in ast.walk(target))
+            yield from (each.id for each in names if isinstance(each, ast.Name))
+        case ast.AnnAssign(target=ast.Name(id=name)) | ast.AugAssign(target=ast.Name(id=name)):
+            yield name
+        case _:
+            pass

@@ -10,15 +10,14 @@ from typing import Any
 import numpy as np
 
 from anabranch.llm.engine.admission import Admission
-from anabranch.llm.engine.arrivals import arrive
 from anabranch.llm.engine.limits import Limits
-from anabranch.llm.engine.request import Request
+from anabranch.llm.engine.request import Request, arrive
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
 from anabranch.llm.grammar.grammar_state import GrammarError
 from anabranch.llm.grammar.token_rules import num_words
+from anabranch.llm.sampling.batch import HostLogprobs
 from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.sampling.samples import HostLogprobs
 from anabranch.llm.sampling.token_logprobs import sampled_entry
 from anabranch.llm.sequences.page_pool import PagePool
 from anabranch.llm.sequences.sequence import Sequence

@@ -23,7 +23,7 @@ pytest.importorskip("fastapi")  # whoever imports this is skipped
 from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.llm.server.app import make_app
 from anabranch.llm.server.http_server import HttpServer
-from anabranch.llm.server.served_engine import ServedEngine
+from anabranch.llm.server.messages import ServedEngine
 from anabranch.llm.server.server_limits import ServerLimits
 from anabranch.llm.server.service import Service, make_service
 

@@ -9,11 +9,6 @@ from anabranch.keys import KeyStore
 from anabranch.keys.formats import encode
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why keys on a device cannot be written; None if they can."""
-    return None if device.type == "cpu" else f"it is the CPU's, got keys on {device}"
-
-
 def append_kv(
     stores: tuple[KeyStore, ...],
     new: tuple[torch.Tensor, ...],  # [num_tokens, num_kv_heads, dim] for each store

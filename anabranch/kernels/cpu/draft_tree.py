@@ -7,11 +7,6 @@ from itertools import pairwise
 import torch
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why trees on a device cannot be made; None if they can."""
-    return None if device.type == "cpu" else f"it is the CPU's, got parents on {device}"
-
-
 def make_draft_tree(
     parents: torch.Tensor,  # int32 [num_tokens]
     starts: torch.Tensor,  # int32 [num_seqs + 1]

@@ -7,11 +7,6 @@ from itertools import pairwise
 import torch
 
 
-def refusal(device: torch.device) -> str | None:
-    """Why pages on a device cannot be compared; None if they can."""
-    return None if device.type == "cpu" else f"it is the CPU's, got a table on {device}"
-
-
 def share_pages(
     page_table: torch.Tensor,
     seq_lens: torch.Tensor,

@@ -27,7 +27,7 @@ from anabranch.kernels.gluon.tile import (
     thread_sums,
 )
 from anabranch.kernels.schedule.items import read_item
-from anabranch.kernels.softmax.masks import seen_by_all
+from anabranch.kernels.softmax.online_softmax import seen_by_all
 
 
 @gluon.jit

@@ -53,6 +53,11 @@ class LatentConstants:
         return max(self.block_n // self.page_size, 1)
 
     @property
+    def caps_before_base(self) -> bool:
+        """As of HopperConstants: without it, Triton 3.9 keeps the loop out of registers."""
+        return True
+
+    @property
     def prefetch_maps(self) -> str:
         """Assembly that fetches the tensor maps; each is followed by two sizes and strides."""
         return prefetch_assembly("attend_latent_kernel", [5] * 5)

@@ -32,8 +32,7 @@ from anabranch.kernels.gluon.operands import EndedRows, FullTiles, Sight
 from anabranch.kernels.gluon.tile import base2_scale, logits_of, thread_sums
 from anabranch.kernels.gluon.versions import thread_barrier
 from anabranch.kernels.schedule.walk import begin_share, take_item
-from anabranch.kernels.softmax.masks import seen_by_all
-from anabranch.kernels.softmax.online_softmax import pivot_of
+from anabranch.kernels.softmax.online_softmax import pivot_of, seen_by_all
 
 S_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))
 O_LAYOUT = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))
@@ -89,7 +88,7 @@ def attend_even(room, q_rest, state, done, half, full, sight, rules, C: gl.const
     """The left consumer's turn: score the even half, weigh the left columns of both."""
     acc, totals, peak = state
     k = room.k[0]
-    scale = base2_scale(rules)
+    scale = base2_scale(rules, C)
     zero = hidden_zero(done)
     s = score_half(room, q_rest, zero, done & 1, 0)
     s = logits_of(s, half, full, sight, rules, C)
@@ -123,7 +122,7 @@ def attend_odd(room, q_rest, state, done, half, full, sight, rules, C: gl.conste
     """The right consumer's turn: score the odd half, weigh the right columns of both."""
     acc, totals, peak = state
     k = room.k[1]
-    scale = base2_scale(rules)
+    scale = base2_scale(rules, C)
     zero = hidden_zero(done)
     s = score_half(room, q_rest, zero, done & 1, 1)
     s = logits_of(s, half, full, sight, rules, C)
@@ -201,7 +200,7 @@ def consume_latent(room, out_desc, given, C: gl.constexpr, HALF: gl.constexpr):
         # The item is read again, so that the loop needs no registers for it.
         spot, item = take_item(spot, worker, given.order, W)
         ended = EndedRows(item.block, pack, item.part, item.num_parts, item.first_slot, HALF)
-        peak = peak * base2_scale(rules)
+        peak = peak * base2_scale(rules, C)
         finish_latent(acc, totals, peak, ended, room, out_desc, given, spot, worker, C, HALF)
         _, item = take_item(spot, worker, given.order, W)
     write_empty_blocks(worker, pack, given, O_LAYOUT, C, HALF)

@@ -20,7 +20,7 @@ from anabranch.kernels.gluon.latent_copies import first_query
 from anabranch.kernels.gluon.latent_merge import leave_latent_part
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
 from anabranch.kernels.gluon.versions import store_box
-from anabranch.kernels.schedule.schedule_layout import read_block, read_header
+from anabranch.kernels.schedule.walk import read_block, read_header
 from anabranch.kernels.softmax.online_softmax import LN_2, pivot_of
 
 COLUMNS = gl.constexpr(256)  # of a consumer

@@ -15,7 +15,7 @@ from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
 from anabranch.kernels.gluon.versions import thread_barrier
-from anabranch.kernels.parts.join import merge_at_once
+from anabranch.kernels.parts.join import merge_slots
 from anabranch.kernels.parts.slots import slot_of
 from anabranch.kernels.schedule.walk import take_item
 
@@ -135,9 +135,8 @@ def merge_latent_rows(
     total = gl.zeros([ROWS], gl.float32, row_layout)
     merged = gl.zeros([ROWS, COLUMNS], gl.float32, layout)
     state, every = (peak, total, merged), (0, 1, ended.num_parts)
-    out, lse = merge_at_once(
-        state, rows, stop, columns, every, ended, results.parts, rows_of_half, COLUMNS, BATCH, C
-    )
+    given = (state, rows, stop, columns, every, ended, results.parts)
+    out, lse = merge_slots(*given, rows_of_half, COLUMNS, BATCH, C, True)
     places = block_rows(rows, ended.block, ended.kv_head, C)
     if HALF == 0:
         store_lse(lse, places, rows < stop, results.lse, C)

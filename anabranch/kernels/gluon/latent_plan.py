@@ -13,8 +13,8 @@ from anabranch.kernels.gluon.latent_config import (
     latent_constants,
 )
 from anabranch.kernels.parts.slots import PartsLayout, lay_out_parts, num_slots
+from anabranch.kernels.schedule.schedule import num_blocks_bound, schedule_size
 from anabranch.kernels.schedule.schedule import schedule as write_schedule
-from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
 
 LatentLayout = PartsLayout[LatentConstants]
 

@@ -10,6 +10,7 @@ from anabranch.kernels.hopper_config import (
     FEW_BLOCKS,
     FEW_KEYS,
     FEW_ROWS,
+    FEW_TILES,
     HopperConstants,
     HopperTiles,
     hopper_constants,
@@ -61,10 +62,14 @@ def guess_tokens(call: AttendCall, options: PlanOptions) -> tuple[float, int]:
     return num_tokens / num_seqs, 0
 
 
-def keys_of_block(call: AttendCall, pack: int) -> float:
-    """How many keys the rows of a block see on average, as far as the host knows."""
-    keys, window = call.keys, call.rules.window
-    seen = min(keys.capacity, keys.total_capacity / max(keys.num_seqs, 1))
+def keys_of_block(call: AttendCall, pack: int, num_decodes: int) -> float:
+    """How many keys the rows of a block see on average, as far as the host knows.
+
+    Beside decodes, those of a prompt: most blocks are its own.
+    """
+    keys, window, seen = call.keys, call.rules.window, float(call.keys.capacity)
+    if not num_decodes:
+        seen = min(seen, keys.total_capacity / max(keys.num_seqs, 1))
     return seen if window is None else min(seen, window + BLOCK_M.value // pack)
 
 
@@ -85,15 +90,18 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     num_packs = num_heads // packing.heads
     blocks = max(num_tokens * packing.pack // BLOCK_M.value, keys.num_seqs) * num_packs
     # Tiles that depended on the number of sequences would not be batch-invariant.
-    few_rows = tokens_per_seq * packing.pack <= FEW_ROWS and not options.batch_invariant
-    few_blocks = blocks <= FEW_BLOCKS and few_rows
-    few_keys = keys_of_block(call, packing.pack) <= FEW_KEYS and not options.batch_invariant
+    programs, may_vary = num_sms(q.device), not options.batch_invariant
+    seen = keys_of_block(call, packing.pack, num_decodes)
+    few_tiles = blocks * seen <= FEW_TILES * 128 * programs
+    few_rows = tokens_per_seq * packing.pack <= FEW_ROWS or few_tiles
     tiles = options.config or select_tiles(
-        head_dim_k, keys.head_dim_v, few_blocks=few_blocks, few_keys=few_keys
+        head_dim_k,
+        keys.head_dim_v,
+        few_blocks=blocks <= FEW_BLOCKS and few_rows and may_vary,
+        few_keys=seen <= FEW_KEYS and may_vary,
     )
     assert isinstance(tiles, HopperTiles)
-    programs = num_sms(q.device)
-    splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs)
+    splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs, rules.in_order)
     return hopper_constants(
         tiles,
         causal=rules.in_order,

@@ -20,8 +20,7 @@ from anabranch.kernels.gluon.barriers import (
     tanh,
 )
 from anabranch.kernels.gluon.operands import FullTiles, Running
-from anabranch.kernels.softmax.masks import visible
-from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, pivot_of
+from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, pivot_of, visible
 
 
 @gluon.jit
@@ -92,19 +91,23 @@ def logits_of(scores, tile, full, sight, rules, C: gl.constexpr):
     All rows see all keys of the tiles [full.start, full.stop).
     """
     if rules.softcap is not None:
-        scores = rules.softcap * tanh(scores * (rules.scale * LN_2 / rules.softcap))
+        scores = tanh(scores * (rules.scale * LN_2 / rules.softcap))
+        if C.caps_before_base:
+            scores = rules.softcap * scores
     if (tile < full.start) | (tile >= full.stop):
         scores = masked(scores, tile, sight, rules.window, C)
     return scores
 
 
 @gluon.jit
-def base2_scale(rules):
+def base2_scale(rules, C: gl.constexpr):
     """From what `logits_of` returns to logits in base 2."""
-    if rules.softcap is not None:
+    if rules.softcap is None:
+        return rules.scale
+    elif C.caps_before_base:
         return LOG2_E
     else:
-        return rules.scale
+        return LOG2_E * rules.softcap
 
 
 @gluon.jit
@@ -124,7 +127,7 @@ def attend_tile(
     scores = warpgroup_mma_wait(2 if C.dv_rest else 1, [scores])
     bar_arrive(K_FREE + slot, BOTH_AND_PRODUCER)
     scores = logits_of(scores, tile, full, sight, rules, C)
-    scale = base2_scale(rules)
+    scale = base2_scale(rules, C)
     # Peaks are carried in base 2: the product of one would be fused into the difference below, and
     # alpha would not be 1 where the peak stays, an error that grows with the number of tiles.
     peak = gl.maximum(state.peak, gl.max(scores, 1) * scale)
@@ -158,7 +161,7 @@ def first_weights(q, q_main, k, done, tile, sight, rules, C: gl.constexpr, WG: g
     scores = warpgroup_mma_wait(0, [scores])
     bar_arrive(K_FREE + slot, BOTH_AND_PRODUCER)
     scores = logits_of(scores, tile, FullTiles(0, 0), sight, rules, C)
-    scale = base2_scale(rules)
+    scale = base2_scale(rules, C)
     peak = gl.max(scores, 1) * scale
     weights = exp2(scores * scale - pivot_of(peak)[:, None])
     return weights, peak

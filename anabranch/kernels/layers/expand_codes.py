@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.layers.quantised_config import CodeConstants
-from anabranch.kernels.layers.quantised_product import CodeArguments, load_group
-from anabranch.kernels.layers.widen_codes import widen_e4m3, widen_int4, widen_int8
+from anabranch.kernels.layers.quantised_product import CodeArguments
+from anabranch.kernels.layers.widen_codes import widen_codes
 from anabranch.launches.recorder import launch
 
 BLOCK_N, NUM_WARPS = 64, 4
@@ -47,15 +47,7 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
     yield "fp8", partial(launch_case, CodeConstants("fp8", 128, 128, packed), torch.bfloat16)
     yield "int8", partial(launch_case, CodeConstants("int8", 1, 4096, packed), torch.bfloat16)
     yield "int4", partial(launch_case, CodeConstants("int4", 1, 128, packed), torch.float16)
-
-
-@triton.jit
-def store_part(w, scales, w_ptr, rows, first, n, K: tl.constexpr, C: tl.constexpr):
-    """Write scaled numbers of a part of a run, the columns from `first` on."""
-    columns = first + tl.arange(0, C.words)
-    ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
-    mask = (rows < n)[:, None] & (columns < K)[None, :]
-    tl.store(ptrs, (w.to(tl.float32) * scales[:, None]).to(w.dtype), mask)
+    yield "groups of 32", partial(launch_case, CodeConstants("int4", 1, 32, packed), torch.bfloat16)
 
 
 @triton.jit
@@ -74,18 +66,19 @@ def expand_codes_kernel(
     own = tl.minimum(rows, n - 1)
     columns = run * C.words + tl.arange(0, C.words)
     words = tl.load(weight.words + own.to(tl.int64)[:, None] * words_stride + columns[None, :])
-    scales = load_group(weight.scales + own // C.group_n, run, scales_stride, C)
-    offset = tl.full([BLOCK_N], C.zero, tl.float32)
-    if weight.zeros is not None:
-        offset = load_group(weight.zeros + own // C.group_n, run, scales_stride, C)
-    first = run * C.run
-    if C.kind == "int4":
-        w, second, third, fourth = widen_int4(words, offset[:, None], DTYPE, C.packed)
-        store_part(third, scales, w_ptr, rows, first + 2 * C.words, n, K, C)
-        store_part(fourth, scales, w_ptr, rows, first + 3 * C.words, n, K, C)
-    elif C.kind == "fp8":
-        w, second = widen_e4m3(words, DTYPE, C.packed)
-    else:
-        w, second = widen_int8(words, offset[:, None], DTYPE)
-    store_part(w, scales, w_ptr, rows, first, n, K, C)
-    store_part(second, scales, w_ptr, rows, first + C.words, n, K, C)
+    none = tl.full([BLOCK_N, 1], C.zero, tl.float32)
+    parts = widen_codes(words, none, DTYPE, C)
+    PARTS: tl.constexpr = C.parts
+    for part in tl.static_range(PARTS):
+        first = run * C.run + part * C.words
+        places = (tl.minimum(first, K - 1) // C.group_k).to(tl.int64) * scales_stride
+        places += own // C.group_n
+        numbers = parts[part].to(tl.float32)
+        if weight.zeros is not None:
+            zeros = tl.load(weight.zeros + places).to(tl.float32) - C.zero
+            numbers -= zeros[:, None]
+        numbers *= tl.load(weight.scales + places).to(tl.float32)[:, None]
+        columns = first + tl.arange(0, C.words)
+        mask = (rows < n)[:, None] & (columns < K)[None, :]
+        ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
+        tl.store(ptrs, numbers.to(DTYPE), mask)

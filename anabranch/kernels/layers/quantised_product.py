@@ -19,10 +19,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from anabranch.kernels.layers.quantised_config import (
     CodeConstants,
     QuantisedConfig,
-    every_quantised_config,
+    code_tiles,
+    every_config,
     fit_quantised,
 )
-from anabranch.kernels.layers.widen_codes import widen_e4m3, widen_int4, widen_int8
+from anabranch.kernels.layers.widen_codes import widen_codes
 from anabranch.launches.recorder import launch
 
 
@@ -30,8 +31,8 @@ class CodeArguments(NamedTuple):
     """A weight as kernels read it."""
 
     words: torch.Tensor  # int16 [n, runs * words of a run]: codes, as `pack_codes` orders them
-    scales: torch.Tensor  # float32 [column groups, row groups]
-    zeros: torch.Tensor | None  # float32 [column groups, row groups]: taken from codes
+    scales: torch.Tensor  # [column groups, row groups]
+    zeros: torch.Tensor | None  # [column groups, row groups]: taken from codes
 
 
 def quantised_product(
@@ -92,25 +93,24 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
         "fp8 in blocks": CodeConstants("fp8", 128, 128, packed),
         "int8": CodeConstants("int8", 1, 4096, packed),
         "int4": CodeConstants("int4", 1, 128, packed),
+        "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
     }
-    for config in every_quantised_config():
-        name = f"{config.block_m} rows, {config.splits} splits"
-        for kind, constants in formats.items():
+    for kind, constants in formats.items():
+        for config in every_config(*code_tiles(constants)):
+            name = f"{config.block_m} rows, {config.block_n} outputs, {config.splits} splits"
             yield f"{name}, {kind}", partial(launch_case, config, constants, torch.bfloat16, False)
-        if config.block_m == 16:
-            for kind in ("fp8", "int4"):
-                case = partial(launch_case, config, formats[kind], torch.float16, kind == "int4")
-                yield f"{name}, {kind} float16", case
+    for kind in ("fp8", "int4", "int4 in groups of 32"):
+        config = every_config(*code_tiles(formats[kind]))[0]
+        case = partial(launch_case, config, formats[kind], torch.float16, kind != "fp8")
+        yield f"{kind} float16", case
 
 
 @triton.jit
-def add_part(w, x_ptrs, first, sums, K: tl.constexpr, C: tl.constexpr):
+def add_part(w, x_ptrs, inside, first, sums, K: tl.constexpr, C: tl.constexpr):
     """Add the products of a part of a run, the columns from `first` on."""
-    if K % C.run == 0:
-        x = tl.load(x_ptrs + first, eviction_policy="evict_last")
-    else:
-        inside = (first + tl.arange(0, C.words) < K)[:, None]
-        x = tl.load(x_ptrs + first, inside, other=0.0, eviction_policy="evict_last")
+    if K % C.run:
+        inside = inside & (first + tl.arange(0, C.words) < K)[:, None]
+    x = tl.load(x_ptrs + first, inside, other=0.0, eviction_policy="evict_last")
     return tl.dot(w, x, sums, input_precision="ieee")
 
 
@@ -121,19 +121,34 @@ def load_group(ptrs, run, stride, C: tl.constexpr):
 
 
 @triton.jit
-def add_run(words, offset, x_ptrs, first, sums, K: tl.constexpr, C: tl.constexpr):
-    """Add the products of a run of columns to `sums` [outputs, rows]."""
-    DTYPE: tl.constexpr = x_ptrs.dtype.element_ty
-    if C.kind == "int4":
-        w, second, third, fourth = widen_int4(words, offset, DTYPE, C.packed)
-        sums = add_part(third, x_ptrs, first + 2 * C.words, sums, K, C)
-        sums = add_part(fourth, x_ptrs, first + 3 * C.words, sums, K, C)
-    elif C.kind == "fp8":
-        w, second = widen_e4m3(words, DTYPE, C.packed)
-    else:
-        w, second = widen_int8(words, offset, DTYPE)
-    sums = add_part(w, x_ptrs, first, sums, K, C)
-    return add_part(second, x_ptrs, first + C.words, sums, K, C)
+def add_run(words, offset, x_ptrs, inside, first, sums, K: tl.constexpr, C: tl.constexpr):
+    """Add the products of a run of columns of one group to `sums` [outputs, rows]."""
+    parts = widen_codes(words, offset, x_ptrs.dtype.element_ty, C)
+    PARTS: tl.constexpr = C.parts
+    for part in tl.static_range(PARTS):
+        sums = add_part(parts[part], x_ptrs, inside, first + part * C.words, sums, K, C)
+    return sums
+
+
+@triton.jit
+def add_groups(
+    words, weight, groups, stride, x_ptrs, inside, first, sums, K: tl.constexpr, C: tl.constexpr
+):
+    """Add the products of a run whose parts are of several groups."""
+    none = tl.full([words.shape[0], 1], C.zero, tl.float32)
+    parts = widen_codes(words, none, x_ptrs.dtype.element_ty, C)
+    PARTS: tl.constexpr = C.parts
+    for part in tl.static_range(PARTS):
+        column = tl.minimum(first + part * C.words, K - 1)
+        places = groups + (column // C.group_k).to(tl.int64) * stride
+        w = parts[part]
+        if weight.zeros is not None:
+            zeros = tl.load(weight.zeros + places).to(tl.float32) - C.zero
+            w -= zeros.to(w.dtype)[:, None]
+        products = tl.zeros_like(sums)
+        products = add_part(w, x_ptrs, inside, first + part * C.words, products, K, C)
+        sums += products * tl.load(weight.scales + places).to(tl.float32)[:, None]
+    return sums
 
 
 @triton.jit
@@ -172,12 +187,12 @@ def quantised_product_kernel(
     x_stride, words_stride, scales_stride = strides
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    own, own_rows = tl.minimum(outputs, n - 1), tl.minimum(rows, m - 1)
+    own, inside = tl.minimum(outputs, n - 1), (rows < m)[None, :]
     dims = tl.arange(0, C.words)
-    x_ptrs = x_ptr + own_rows.to(tl.int64)[None, :] * x_stride + dims[:, None]
+    x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + dims[:, None]
     word_ptrs = weight.words + own.to(tl.int64)[:, None] * words_stride + dims[None, :]
     groups = own // C.group_n
-    GROUPED: tl.constexpr = C.group_k < K
+    GROUPED: tl.constexpr = C.group_k < K and not C.short
     NUM_RUNS: tl.constexpr = (K + C.run - 1) // C.run
     begin = tl.program_id(2) * NUM_RUNS // tl.num_programs(2)
     end = (tl.program_id(2) + 1) * NUM_RUNS // tl.num_programs(2)
@@ -204,16 +219,20 @@ def quantised_product_kernel(
             if weight.zeros is not None:
                 following_zeros = load_group(weight.zeros + groups, after, scales_stride, C)
         words = tl.load(word_ptrs + run * C.words, eviction_policy="evict_first")
-        offset = zeros[:, None]
-        if GROUPED:
+        offset = zeros.to(tl.float32)[:, None]
+        if C.short:
+            sums = add_groups(
+                words, weight, groups, scales_stride, x_ptrs, inside, run * C.run, sums, K, C
+            )
+        elif GROUPED:
             none = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            products = add_run(words, offset, x_ptrs, run * C.run, none, K, C)
-            sums += products * scales[:, None]
+            products = add_run(words, offset, x_ptrs, inside, run * C.run, none, K, C)
+            sums += products * scales.to(tl.float32)[:, None]
         else:
-            sums = add_run(words, offset, x_ptrs, run * C.run, sums, K, C)
+            sums = add_run(words, offset, x_ptrs, inside, run * C.run, sums, K, C)
         scales, zeros = following, following_zeros
-    if not GROUPED:
-        sums *= scales[:, None]
+    if C.group_k >= K:
+        sums *= scales.to(tl.float32)[:, None]
 
     sums = tl.trans(sums)
     first = tl.program_id(1).to(tl.int64) * BLOCK_M * n + tl.program_id(0) * BLOCK_N

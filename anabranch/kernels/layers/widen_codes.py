@@ -11,6 +11,17 @@ from anabranch.kernels.load.codec import from_e4m3
 
 
 @triton.jit
+def widen_codes(words, offset, DTYPE: tl.constexpr, C: tl.constexpr):
+    """The parts of runs, in the order of their columns; integers less an offset."""
+    if C.kind == "int4":
+        return widen_int4(words, offset, DTYPE, C.packed)
+    elif C.kind == "fp8":
+        return widen_e4m3(words, DTYPE, C.packed)
+    else:
+        return widen_int8(words, offset, DTYPE, C.packed)
+
+
+@triton.jit
 def widen_e4m3(words, DTYPE: tl.constexpr, PACKED: tl.constexpr):
     """The two e4m3 codes of words of 16 bits; NaN, which no weight is, reads as 480."""
     if PACKED and tl.bfloat16 == DTYPE:
@@ -120,11 +131,33 @@ def widen_int4(words, offset, DTYPE: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def widen_int8(words, offset, DTYPE: tl.constexpr):
-    """The two int8 codes of words of 16 bits, less an offset from -128 to 127.
+def widen_int8(words, offset, DTYPE: tl.constexpr, PACKED: tl.constexpr):
+    """The two int8 codes of words of 16 bits, less a whole offset from -128 to 127.
 
     A difference of more than 8 bits is rounded as the dtype does.
     """
-    codes = words.to(tl.int32)
-    low, high = (codes << 24) >> 24, codes >> 8
-    return (low.to(tl.float32) - offset).to(DTYPE), (high.to(tl.float32) - offset).to(DTYPE)
+    if PACKED and tl.bfloat16 == DTYPE:
+        # 0x4B0000 before a byte is 2^23 and that byte
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 codes; .reg .f32 a, b, c, d;
+            xor.b32 codes, $2, 0x80808080;
+            prmt.b32 a, codes, 0x4B000000, 0x7440;
+            prmt.b32 b, codes, 0x4B000000, 0x7442;
+            prmt.b32 c, codes, 0x4B000000, 0x7441;
+            prmt.b32 d, codes, 0x4B000000, 0x7443;
+            sub.f32 a, a, $3;
+            sub.f32 b, b, $4;
+            sub.f32 c, c, $3;
+            sub.f32 d, d, $4;
+            cvt.rn.bf16x2.f32 $0, b, a;
+            cvt.rn.bf16x2.f32 $1, d, c; }""",
+            "=&r,=&r,r,f,f",
+            [words, offset + 8388736.0],
+            dtype=(tl.bfloat16, tl.bfloat16),
+            is_pure=True,
+            pack=2,
+        )
+    else:
+        codes = words.to(tl.int32)
+        low, high = (codes << 24) >> 24, codes >> 8
+        return (low.to(tl.float32) - offset).to(DTYPE), (high.to(tl.float32) - offset).to(DTYPE)

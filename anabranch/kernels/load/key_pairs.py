@@ -12,12 +12,8 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.load.addressing import head_offset, key_offsets, scaled_by_key
-from anabranch.kernels.load.code_halves import (
-    halves_of_e4m3,
-    halves_of_int8,
-    transposed_halves,
-)
-from anabranch.kernels.load.packed_codes import permute_dims, word_rows, words_of
+from anabranch.kernels.load.code_halves import transposed_halves
+from anabranch.kernels.load.packed_codes import decode_words, permute_dims, word_rows, words_of
 from anabranch.keys import KeyView
 
 WIDTH: tl.constexpr = tl.constexpr(128)
@@ -90,21 +86,14 @@ def load_pair_words(columns, at, BOUNDED: tl.constexpr, SIDE: tl.constexpr, C: t
     even = tl.load(ptrs)
     if BOUNDED:
         steps = tl.where(evens < at.last, key, 0)
+        STRIDES: tl.constexpr = SIDE.strides
+        if STRIDES is not None and STRIDES[1] % 16 == 0:
+            steps = tl.multiple_of(steps, 4)  # Triton 3.9 would copy words one by one
         odd = tl.load(ptrs + steps[:, None, None, None])
     else:
         odd = tl.load(ptrs + key)
     PAIRS: tl.constexpr = at.looked_up.shape[0]
     return tl.reshape(even, [PAIRS, 32]), tl.reshape(odd, [PAIRS, 32])
-
-
-@triton.jit
-def halves_of_words(words, FORMAT: tl.constexpr, C: tl.constexpr):
-    """A tile [keys, dims] of float16 numbers from words [keys, dims / 4] of codes."""
-    if FORMAT.is_fp8:
-        a, b, c, d = halves_of_e4m3(words, C.source.packed and C.source.native_fp8)
-    else:
-        a, b, c, d = halves_of_int8(words, C.source.packed)
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [words.shape[0], 4 * words.shape[1]])
 
 
 @triton.jit
@@ -120,7 +109,7 @@ def load_key_pairs(
     """A tile [2 * pairs, 128] of keys as float16; `load_pair_scales` finds scales by itself."""
     even, odd = load_pair_words(columns, at, False, SIDE, C)
     FORMAT: tl.constexpr = SIDE.format
-    tile = join_rows(halves_of_words(even, FORMAT, C), halves_of_words(odd, FORMAT, C))
+    tile = join_rows(decode_words(even, None, FORMAT, C), decode_words(odd, None, FORMAT, C))
     return permute_dims(tile, C.source.quads), at.keys
 
 

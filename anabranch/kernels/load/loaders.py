@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton import constexpr_function
 
-from anabranch.kernels.constants import AttendConstants
+from anabranch.kernels.constants import AttendConstants, StoreConstants
 from anabranch.kernels.load.addressing import (
     dim_ptrs,
     key_offsets,
@@ -26,7 +26,7 @@ from anabranch.kernels.load.key_pairs import (
     load_pair_scales,
     load_value_pairs,
 )
-from anabranch.kernels.load.packed_codes import load_key_words, load_value_words
+from anabranch.kernels.load.packed_codes import load_words
 
 
 class Columns(NamedTuple):
@@ -46,21 +46,26 @@ class Loader(NamedTuple):
 
 
 @constexpr_function
-def key_loader(constants: AttendConstants, boxed: bool) -> Loader:
+def loader_of(constants: AttendConstants, side: StoreConstants, boxed: bool) -> Loader:
     if boxed:
         return Loader(load_box, load_scales)
+    if constants.source.pairs and side.has_values:
+        return Loader(load_value_pairs, given_pair_scales)
     if constants.source.pairs:
         return Loader(load_key_pairs, load_pair_scales)
-    return Loader(load_key_words if constants.source.k.words else load_plain, load_scales)
+    return Loader(load_words if side.words else load_plain, load_scales)
 
 
-@constexpr_function
-def value_loader(constants: AttendConstants, boxed: bool) -> Loader:
-    if boxed:
-        return Loader(load_box, load_scales)
-    if constants.source.pairs:
-        return Loader(load_value_pairs, given_pair_scales)
-    return Loader(load_value_words if constants.source.v.words else load_plain, load_scales)
+@triton.jit
+def head_of(item, C: tl.constexpr):
+    """The kv head whose keys an item reads."""
+    kv_head = item.kv_head
+    LIST_HEADS: tl.constexpr = C.source.list_heads
+    if LIST_HEADS is not None:
+        kv_head = item.block.origin % LIST_HEADS[0] * LIST_HEADS[1] // LIST_HEADS[0]
+    if C.source.one_tile:
+        kv_head *= 0  # there is one, which paired blocks of query heads read
+    return kv_head
 
 
 @triton.jit

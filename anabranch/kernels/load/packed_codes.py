@@ -56,30 +56,23 @@ def permute_dims(x, QUADS: tl.constexpr):
 
 
 @triton.jit
-def decode_words(
-    words,
-    scales,
-    IS_FP8: tl.constexpr,
-    PERMUTED: tl.constexpr,
-    PACKED: tl.constexpr,
-    NATIVE_FP8: tl.constexpr,
-):
+def decode_words(words, scales, FORMAT: tl.constexpr, C: tl.constexpr):
     """A tile [keys, dims] of float16 numbers from words [keys, dims / 4] of codes.
 
     Numbers are multiplied by float16 scales [keys, blocks] where there are some.
     """
     KEYS: tl.constexpr = words.shape[0]
     WORDS: tl.constexpr = words.shape[1]
+    PACKED: tl.constexpr = C.source.packed
     if scales is not None:
         BLOCKS: tl.constexpr = scales.shape[1]
         wide = tl.broadcast_to(scales[:, :, None], [KEYS, BLOCKS, WORDS // BLOCKS])
         a, b, c, d = scaled_halves_of_int8(words, tl.reshape(wide, [KEYS, WORDS]), PACKED)
-    elif IS_FP8:
-        a, b, c, d = halves_of_e4m3(words, PACKED and NATIVE_FP8)
+    elif FORMAT.is_fp8:
+        a, b, c, d = halves_of_e4m3(words, PACKED and C.source.native_fp8)
     else:
         a, b, c, d = halves_of_int8(words, PACKED)
-    tile = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [KEYS, WORDS * 4])
-    return permute_dims(tile, False) if PERMUTED else tile
+    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [KEYS, WORDS * 4])
 
 
 @triton.jit
@@ -98,14 +91,16 @@ def word_rows(columns, SIDE: tl.constexpr):
 def load_words(
     columns,
     at,
+    FIRST: tl.constexpr,
     WIDTH: tl.constexpr,
-    PERMUTED: tl.constexpr,
+    DTYPE: tl.constexpr,
     SIDE: tl.constexpr,
     C: tl.constexpr,
 ):
     """A tile of codes as float16 numbers, loaded four at a time; scaled where blocks have scales.
 
-    There a number beyond float16's range is read as one almost as large as float16 has.
+    There a number beyond float16's range is read as one almost as large as float16 has. Dims of
+    keys are in the order of `permute_dims`.
     """
     scale_places = scale_offsets(columns, at, SIDE, C)
     ptr, page, key = word_rows(columns, SIDE)
@@ -125,34 +120,7 @@ def load_words(
         scale_ptrs = dim_ptrs(store.scales.ptr, store.scales.block, 0, BLOCKS)
         scales = tl.load(scale_ptrs + scale_places[:, None])
         scales = tl.minimum(scales, tl.full([], 511.0, tl.float16))  # times 128 float16 holds it
-    tile = decode_words(
-        words, scales, FORMAT.is_fp8, PERMUTED, C.source.packed, C.source.native_fp8
-    )
+    tile = decode_words(words, scales, FORMAT, C)
+    if not SIDE.has_values:
+        tile = permute_dims(tile, False)
     return tile, scale_places
-
-
-@triton.jit
-def load_key_words(
-    columns,
-    at,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SIDE: tl.constexpr,
-    C: tl.constexpr,
-):
-    """A tile of keys, its dims in the order of `permute_dims`."""
-    return load_words(columns, at, WIDTH, True, SIDE, C)
-
-
-@triton.jit
-def load_value_words(
-    columns,
-    at,
-    FIRST: tl.constexpr,
-    WIDTH: tl.constexpr,
-    DTYPE: tl.constexpr,
-    SIDE: tl.constexpr,
-    C: tl.constexpr,
-):
-    return load_words(columns, at, WIDTH, False, SIDE, C)

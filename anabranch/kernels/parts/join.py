@@ -4,12 +4,8 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.parts.slots import rows_left, slot_of, slot_rows, store_slot, write_rows
-from anabranch.kernels.softmax.online_softmax import (
-    empty_state,
-    finish_merge,
-    merge_batch,
-    merge_part,
-)
+from anabranch.kernels.softmax.merge_states import finish_merge, merge_batch, merge_part
+from anabranch.kernels.softmax.online_softmax import empty_state
 
 
 @triton.jit
@@ -25,10 +21,14 @@ def merge_slots(
     WIDTH: tl.constexpr,
     BATCH: tl.constexpr,
     C: tl.constexpr,
+    AT_ONCE: tl.constexpr = False,
 ):
     """Merge rows of parts in the order of their keys. Loads pass by L1: other workers wrote them.
 
-    All loads of a batch are under way before the first is used.
+    All loads of a batch are under way before the first is used. Parts are merged one by one, as a
+    fold of parts in registers is, or a batch AT_ONCE where that need not have the same bits. There,
+    copies of the last part, and of the last row, are loaded and weigh nothing: ptxas loads parts
+    that wait under a condition, or for the weight of the part before, one after the other.
     """
     node, span, children = parts_of_node
     for first in range(0, children, BATCH):
@@ -36,51 +36,27 @@ def merge_slots(
         lses = ()
         for i in tl.static_range(BATCH):
             present = (rows < num_rows) & (first + i < children)
-            places = ROWS_OF(node + (first + i) * span, rows, item, C)
-            ptrs = parts.outs + places[:, None] * WIDTH + columns
-            lse = tl.load(parts.lses + places, present, other=float("-inf"), cache_modifier=".cg")
-            out = tl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
+            if AT_ONCE:
+                child = tl.minimum(first + i, children - 1)
+                places = ROWS_OF(node + child * span, tl.minimum(rows, num_rows - 1), item, C)
+                lse = tl.load(parts.lses + places, cache_modifier=".cg")
+                lse = tl.where(present, lse, float("-inf"))
+                ptrs = parts.outs + places[:, None] * WIDTH + columns
+                out = tl.where(present[:, None], tl.load(ptrs, cache_modifier=".cg"), 0.0)
+            else:
+                places = ROWS_OF(node + (first + i) * span, rows, item, C)
+                ptrs = parts.outs + places[:, None] * WIDTH + columns
+                lse = tl.load(
+                    parts.lses + places, present, other=float("-inf"), cache_modifier=".cg"
+                )
+                out = tl.load(ptrs, present[:, None], other=0.0, cache_modifier=".cg")
             outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
             lses = lses + (lse,)  # noqa: RUF005
-        for i in tl.static_range(BATCH):
-            state = merge_part(state, outs[i], lses[i])
-    return finish_merge(state)
-
-
-@triton.jit
-def merge_at_once(
-    state,
-    rows,
-    num_rows,
-    columns,
-    parts_of_node,
-    item,
-    parts,
-    ROWS_OF: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BATCH: tl.constexpr,
-    C: tl.constexpr,
-):
-    """`merge_slots` by batches, where a fold of parts in registers need not have the same bits.
-
-    ptxas loads parts that wait under a condition, or for the weight of the part before, one after
-    the other. So copies of the last part, and of the last row, are loaded and weigh nothing.
-    """
-    node, span, children = parts_of_node
-    for first in range(0, children, BATCH):
-        outs = ()
-        lses = ()
-        for i in tl.static_range(BATCH):
-            present = (rows < num_rows) & (first + i < children)
-            child = tl.minimum(first + i, children - 1)
-            places = ROWS_OF(node + child * span, tl.minimum(rows, num_rows - 1), item, C)
-            lse = tl.load(parts.lses + places, cache_modifier=".cg")
-            lse = tl.where(present, lse, float("-inf"))
-            ptrs = parts.outs + places[:, None] * WIDTH + columns
-            out = tl.where(present[:, None], tl.load(ptrs, cache_modifier=".cg"), 0.0)
-            outs = outs + (out,)  # noqa: RUF005 (the kernel language has no unpacking)
-            lses = lses + (lse,)  # noqa: RUF005
-        state = merge_batch(state, outs, lses, BATCH)
+        if AT_ONCE:
+            state = merge_batch(state, outs, lses, BATCH)
+        else:
+            for i in tl.static_range(BATCH):
+                state = merge_part(state, outs[i], lses[i])
     return finish_merge(state)
 
 
@@ -91,15 +67,11 @@ def merge_children(node, span, children, rows, num_rows, item, parts, C: tl.cons
     columns = tl.arange(0, C.tiles.block_dv)[None, :]
     WIDTH: tl.constexpr = C.tiles.block_dv
     BATCH: tl.constexpr = C.merging.batch
+    AT_ONCE: tl.constexpr = not (C.merging.fused or C.division.fixed_parts)
     of_node = (node, span, children)
-    if C.merging.fused or C.division.fixed_parts:
-        return merge_slots(
-            state, rows, num_rows, columns, of_node, item, parts, slot_rows, WIDTH, BATCH, C
-        )
-    else:
-        return merge_at_once(
-            state, rows, num_rows, columns, of_node, item, parts, slot_rows, WIDTH, BATCH, C
-        )
+    return merge_slots(
+        state, rows, num_rows, columns, of_node, item, parts, slot_rows, WIDTH, BATCH, C, AT_ONCE
+    )
 
 
 @triton.jit

@@ -11,13 +11,13 @@ from anabranch.kernels.constants import AttendConstants
 from anabranch.kernels.load.arguments import Rows
 from anabranch.kernels.parts.join import merge_children
 from anabranch.kernels.parts.slots import Parts, StateRows, rows_left, store_slot, write_rows
-from anabranch.kernels.schedule.schedule_layout import (
+from anabranch.kernels.schedule.walk import (
+    Item,
     part_tiles_of,
     parts_of,
     read_block,
     read_header,
 )
-from anabranch.kernels.schedule.walk import Item
 from anabranch.launches.recorder import launch
 from anabranch.state import AttentionState
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from anabranch.kernels.schedule.schedule_layout import RECORD
+from anabranch.kernels.schedule.walk import RECORD
 
 
 @triton.jit

@@ -8,6 +8,7 @@ from anabranch.kernels.schedule.items import ITEM
 
 BLOCK_M: tl.constexpr = tl.constexpr(hopper_config.BLOCK_ROWS)
 TILE_PRICE: tl.constexpr = tl.constexpr(hopper_config.TILE_PRICE)
+MERGE_BATCH: tl.constexpr = tl.constexpr(hopper_config.MERGE_BATCH)
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
 FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
 # its block would have more than `most_fixed_parts`
@@ -59,7 +60,8 @@ def choose_limit(blocks_ptr, num_blocks, most, total, slots, prices, C: tl.const
     by_rounds = rounds * (long_tiles * TILE_PRICE // tl.maximum(num_long, 1) + prices.item)
     time = tl.maximum(limits * TILE_PRICE + prices.item, tl.maximum(evenly, by_rounds))
     written = tl.cdiv(part_rows * C.num_packs, C.num_programs) * prices.part // BLOCK_M
-    time += tl.where(cuts > 1, prices.merge + written, 0)
+    batches = tl.cdiv(tl.cdiv(most, limits), MERGE_BATCH)
+    time += tl.where(cuts > 1, prices.merge + written + (batches - 1) * prices.batch, 0)
     time = tl.where((num_parts <= slots) | (cuts == 1), time, 2147483647)
     return tl.cdiv(most, tl.argmin(time, 0) + 1)
 

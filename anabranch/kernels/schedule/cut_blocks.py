@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from anabranch.kernels.softmax.masks import seen_by_any
+from anabranch.kernels.softmax.online_softmax import seen_by_any
 
 # Arguments of which no value is special: a new one must not compile another kernel
 SIZES = [

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from anabranch.kernels.schedule.schedule_layout import LEVELS, RECORD, place_in_round, units_of
+from anabranch.kernels.schedule.walk import LEVELS, RECORD, place_in_round, units_of
 
 
 @triton.jit

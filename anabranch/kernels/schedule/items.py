@@ -7,11 +7,11 @@ import triton.language as tl
 
 from anabranch.kernels import hopper_config
 
-HEADER: tl.constexpr = tl.constexpr(8)  # items, packs of a section, first token of no sequence,
-# blocks that are cut
+HEADER: tl.constexpr = tl.constexpr(8)  # items, packs of a section, first token of no sequence
 CACHE_BYTES: tl.constexpr = tl.constexpr(hopper_config.CACHE_BYTES)
-ITEMS_A_PROGRAM: tl.constexpr = tl.constexpr(3)  # of the longest, for sections
+SHARING: tl.constexpr = tl.constexpr(4)  # programs that attend to a kv head at a time
 ITEM: tl.constexpr = tl.constexpr(12)  # an OrderedItem and its part, padded
+CUT: tl.constexpr = tl.constexpr(8)  # a CutBlock, padded
 
 
 class OrderedItem(NamedTuple):
@@ -24,6 +24,16 @@ class OrderedItem(NamedTuple):
     seq_len: Any
     first_tile: Any
     num_tiles: Any
+
+
+class CutBlock(NamedTuple):
+    """A block that is cut, for the merge of its parts; after the last comes one of no parts."""
+
+    first_row: Any
+    q_start: Any
+    q_len: Any
+    num_parts: Any
+    first_slot: Any
 
 
 @triton.jit
@@ -62,19 +72,34 @@ def read_part(order_ptr, item):
 
 
 @triton.jit
-def section_of(num_keys, total, longest, C: tl.constexpr):
+def read_cut(cut_ptr, place):
+    ptr = cut_ptr + place * CUT
+    return CutBlock(
+        tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3), tl.load(ptr + 4)
+    )
+
+
+@triton.jit
+def is_cut(cut):
+    """Whether a record is one of a block. All of it is asked, so that it is loaded at once."""
+    return (cut.num_parts > 0) & ((cut.first_row | cut.q_start | cut.q_len | cut.first_slot) >= 0)
+
+
+@triton.jit
+def section_of(num_keys, C: tl.constexpr):
     """Packs attended to side by side: as many as the L2 cache holds keys and values of.
 
-    All of them where programs have a few of the longest items each: those of the last section would
-    begin late. 1012 tokens at 23580 keys beside 50 decodes took 907 us in sections, FA3 640.
-    192/128 on an H200, us: 16 heads, 1 x 2048 (all fit): 54 at once, 66 in sections. 1 x 8192: 561
-    at once, 572 in two; 128 heads, 1 x 4096: 1145, and 1177 in sections twice as large.
+    All of them where several programs attend to each kv head at a time: they read the same keys at
+    about the same time. Sections then only cost, since the items of the last one begin late: 1001
+    tokens at 27938 keys beside 117 decodes, 64/8 heads, took 1750 us in sections and 1417 without,
+    16384 tokens, 32/8 heads, 3437 and 3390, 8192 tokens, 16 heads of 192/128, 501 and 497. But 128
+    heads of 192/128, 1 x 4096: 1145, and 1177 in sections twice as large.
     """
-    is_long = total * C.num_packs >= ITEMS_A_PROGRAM * longest * C.num_programs
     section = tl.full([], C.num_packs, tl.int32)
-    bytes_a_kv_head = num_keys * C.bytes_a_key
-    for _ in tl.static_range(8):
-        kv_heads = tl.cdiv(section, C.packs_per_kv)
-        halves = (section % 2 == 0) & (kv_heads * bytes_a_kv_head > CACHE_BYTES) & is_long
-        section = tl.where(halves, section // 2, section)
+    if SHARING * (C.num_packs // C.packs_per_kv) > C.num_programs:
+        bytes_a_kv_head = num_keys * C.bytes_a_key
+        for _ in tl.static_range(8):
+            kv_heads = tl.cdiv(section, C.packs_per_kv)
+            halves = (section % 2 == 0) & (kv_heads * bytes_a_kv_head > CACHE_BYTES)
+            section = tl.where(halves, section // 2, section)
     return section

@@ -37,13 +37,12 @@ from anabranch.kernels.schedule.cut_blocks import (
     store_blocks,
 )
 from anabranch.kernels.schedule.deal import longest_turns, sort_blocks
-from anabranch.kernels.schedule.schedule_layout import (
+from anabranch.kernels.schedule.walk import (
     HEADER,
+    LEVELS,
     RECORD,
     WORKER,
     holders_of,
-    is_dealt,
-    num_blocks_bound,
     part_tiles_of,
     units_of,
 )
@@ -52,6 +51,22 @@ from anabranch.launches.recorder import launch
 MANY_ROUNDS: tl.constexpr = tl.constexpr(
     64
 )  # from this count on the balance is estimated, not summed
+
+
+def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
+    """Blocks there can be: every sequence, and the orphan tokens, may end in a short one."""
+    return triton.cdiv(num_tokens * constants.group, constants.tiles.block_m) + num_seqs + 1
+
+
+def schedule_size(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
+    """Integers in the schedule: header, workers, blocks, first block of each sequence.
+
+    Where blocks may be dealt out whole, there is a sorted copy of them and room to sort in.
+    """
+    blocks = num_blocks_bound(num_seqs, num_tokens, constants)
+    workers = constants.division.num_workers * WORKER.value
+    size = HEADER.value + workers + blocks * RECORD.value + num_seqs + 1
+    return size + (blocks * RECORD.value + LEVELS.value if constants.division.deals else 0)
 
 
 def schedule(
@@ -109,7 +124,7 @@ def schedule_kernel(
         num_tokens,
     )
     blocks_ptr = schedule_ptr + HEADER + C.division.num_workers * WORKER
-    seqs_ptr = blocks_ptr + max_blocks * (2 if is_dealt(C) else 1) * RECORD
+    seqs_ptr = blocks_ptr + max_blocks * (2 if C.division.deals else 1) * RECORD
     lanes = tl.arange(0, CHUNK)
     clear(counters_ptr, num_counters)
 
@@ -160,7 +175,7 @@ def schedule_kernel(
             share = aligned
             num_units = align_blocks(blocks_ptr, num_blocks, share, C, CHUNK)
     num_rounds = 0
-    if is_dealt(C):
+    if C.division.deals:
         dealt_ptr = blocks_ptr + num_blocks * RECORD
         counts_ptr = seqs_ptr + num_seqs + 1
         sort_blocks(blocks_ptr, dealt_ptr, counts_ptr, num_blocks, most, CHUNK)

@@ -1,1 +1,1 @@
-"""Logits, masks and the online softmax: values of kernels, which import nothing else."""
+"""Logits, masks, the online softmax and the merge of states, as values of kernels."""

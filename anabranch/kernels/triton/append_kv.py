@@ -11,7 +11,6 @@ import triton.language as tl
 from anabranch.kernels.config import power_of_two, select_merge
 from anabranch.kernels.load.arguments import Rows, store_arguments
 from anabranch.kernels.load.codec import encode_rows
-from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.keys import KeyStore, StoreFormat
 from anabranch.launches.recorder import launch
 
@@ -23,11 +22,6 @@ class StoredRows:
     dim: int
     block: int  # the power of two that holds it
     format: StoreFormat
-
-
-def refusal(device: torch.device) -> str | None:
-    """Why keys on a device cannot be written; None if they can."""
-    return device_refusal(device)
 
 
 def append_kv(

@@ -13,22 +13,15 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.constants import (
-    AttendConstants,
-    AttendProgram,
-    ListShape,
-    with_lists,
-    with_page_strides,
-    with_priors,
-)
+from anabranch.call import AttendCall
+from anabranch.kernels.constants import AttendConstants, AttendProgram, ListShape, for_call
 from anabranch.kernels.load.arguments import Rows, list_arguments, view_arguments
 from anabranch.kernels.parts.join import merge_tree
-from anabranch.kernels.parts.slots import Parts, StateRows, leave_part, write_rows
-from anabranch.kernels.schedule.schedule_layout import Block
-from anabranch.kernels.schedule.walk import Item
+from anabranch.kernels.parts.slots import OpenPlan, Parts, StateRows, leave_part, write_rows
+from anabranch.kernels.schedule.walk import Block, Item
 from anabranch.kernels.softmax.online_softmax import finish_state
-from anabranch.kernels.triton.attend_block import Operands, attend_block
 from anabranch.kernels.triton.prior_states import prior_arguments
+from anabranch.kernels.triton.tile_loop import Operands, attend_block
 from anabranch.keys import KeyView
 from anabranch.launches.recorder import launch
 from anabranch.rules import Rules
@@ -38,6 +31,20 @@ from anabranch.state import AttentionState
 def parts_of_list(width: int, constants: AttendConstants) -> int:
     """How many programs attend to one list, each to a part."""
     return -(-width // (constants.tiles.block_n * constants.division.part_tiles))
+
+
+def check_width(call: AttendCall, plan: OpenPlan[AttendProgram]) -> None:
+    """Refuse lists whose parts do not fit into the plan's room."""
+    num_lists, width = call.keys.num_seqs, call.keys.capacity
+    if not width:
+        raise ValueError("the plan was made for short lists, got lists of width 0")
+    room = len(plan.parts.counters) // num_lists
+    needed = parts_of_list(width, plan.program.constants)
+    if needed > room:
+        raise ValueError(
+            f"the plan was made for lists of {room} parts at most, "
+            f"lists of width {width} have {needed}"
+        )
 
 
 def attend_lists(
@@ -53,11 +60,12 @@ def attend_lists(
     lists = view.lists
     assert lists is not None
     indices = lists.indices.contiguous()
-    constants = with_page_strides(program.constants, view.k[1:3], view.v[1:3])
-    shape = ListShape(lists.lists_per_token, lists.num_kv_heads, lists.page_size)
-    constants = with_lists(constants, shape)
-    if prior is not None:
-        constants = with_priors(constants, prior.lse.shape[0])
+    constants = for_call(
+        program.constants,
+        strides=(view.k[1:3], view.v[1:3]),
+        lists=ListShape(lists.lists_per_token, lists.num_kv_heads, lists.page_size),
+        num_priors=0 if prior is None else prior.lse.shape[0],
+    )
     num_lists, width = indices.shape
     arguments = view_arguments(view._replace(page_table=indices), constants.source.native_fp8)
     launch(

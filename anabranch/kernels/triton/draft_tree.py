@@ -6,16 +6,10 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.launches.recorder import launch
 
 MAX_NODES: tl.constexpr = tl.constexpr(64)
 DOUBLINGS: tl.constexpr = tl.constexpr(6)  # 2^6 steps lead from any of 64 nodes to its root
-
-
-def refusal(device: torch.device) -> str | None:
-    """Why trees on a device cannot be made; None if they can."""
-    return device_refusal(device)
 
 
 def make_draft_tree(

@@ -9,20 +9,10 @@ from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
-from triton import constexpr_function
 
-from anabranch.kernels.config import FEW_SUMS
-from anabranch.kernels.constants import AttendConstants
-from anabranch.kernels.load.key_pairs import permute_sums, restore_sums
 from anabranch.kernels.parts.slots import leave_part
-from anabranch.kernels.softmax.online_softmax import (
-    empty_state,
-    finish_merge,
-    finish_state,
-    merge_part,
-    spread_total,
-)
-from anabranch.kernels.triton.prior_states import resume
+from anabranch.kernels.softmax.merge_states import finish_merge, merge_part
+from anabranch.kernels.softmax.online_softmax import empty_state
 
 
 class Fold(NamedTuple):
@@ -31,68 +21,6 @@ class Fold(NamedTuple):
     merges: Any  # as `keep_part` returns them
     part: Any  # under way
     end: Any  # the tile at which it ends
-
-
-@constexpr_function
-def closes_inside(constants: AttendConstants) -> bool:
-    """Whether fixed parts end inside one loop over all tiles of them, so that copies stay ahead.
-
-    More sums, those of the parts before beside them, leave no room in registers and shared memory.
-    """
-    sums = constants.tiles.block_m * constants.tiles.block_dv
-    return constants.division.folds_parts and sums <= FEW_SUMS
-
-
-@triton.jit
-def transpose_state(state, C: tl.constexpr):
-    """A state as the loop over tiles has it: with keys_first acc is transposed, total a tile.
-
-    With a lazy peak, total is spread over threads.
-    """
-    peak, total, acc = state
-    if C.tiles.keys_first:
-        first_key = tl.arange(0, C.tiles.block_n)[:, None] == 0
-        total = tl.where(first_key, total[None, :], 0.0)
-        if C.source.pairs:
-            acc = permute_sums(acc)
-        acc = tl.trans(acc)
-    if C.tiles.lazy_peak:
-        total = spread_total(total)
-    return peak, total, acc
-
-
-@triton.jit
-def collect_state(state, queries, is_first, given, C: tl.constexpr):
-    """A state as it was before `transpose_state`, with what is left to the end of a part.
-
-    The one scale of codes is multiplied into the sum over all tiles; prior states, which the first
-    part of a block goes on from, have none.
-    """
-    peak, total, acc = state
-    if C.source.scales_sums:
-        acc = acc * tl.load(given.view.v.scales.ptr)
-    if C.tiles.keys_first:
-        total = tl.sum(total, 0)
-        acc = tl.trans(acc)
-        if C.source.pairs:
-            acc = restore_sums(acc)
-    if C.tiles.lazy_peak:
-        total = tl.sum(tl.sum(total, 2), 1)
-    state = (peak, total, acc)
-    if C.num_priors > 0 and C.source.scales_sums:
-        mask = queries.inside & is_first
-        state = resume(state, given.prior, queries.places, queries.heads, mask, C)
-    return state
-
-
-@triton.jit
-def close_part(state, fold, queries, item, given, C: tl.constexpr):
-    """Leave or merge a part whose last tile was attended to; what the next part begins with."""
-    state = collect_state(state, queries, fold.part == 0, given, C)
-    out, lse = finish_state(state)
-    merges = keep_part(fold.merges, out, lse, fold.part, item, given.results.parts, C)
-    state = transpose_state(empty_state(C.tiles.block_m, C.tiles.block_dv), C)
-    return state, Fold(merges, fold.part + 1, fold.end + item.part_tiles)
 
 
 @triton.jit

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -41,17 +38,6 @@ def gumbel_argmax(
         num_warps=4,
     )
     return tokens.gather(1, peaks.argmax(1, keepdim=True)).squeeze(1)
-
-
-def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors of usual vocabularies."""
-
-    def launch_case(num_rows: int, vocab_size: int) -> object:
-        logs = torch.empty(num_rows, vocab_size, device="meta")
-        return gumbel_argmax(logs, torch.empty(num_rows, dtype=torch.int64, device="meta"))
-
-    for num_rows, vocab_size in ((1, 49152), (64, 128256), (8, 50257)):
-        yield f"{num_rows} x {vocab_size}", partial(launch_case, num_rows, vocab_size)
 
 
 @triton.jit

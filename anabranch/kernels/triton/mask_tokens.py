@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -33,19 +30,6 @@ def mask_tokens(
         BLOCK=BLOCK,
         num_warps=4,
     )
-
-
-def compile_cases(_: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors of usual vocabularies."""
-
-    def mask(num_rows: int, vocab_size: int) -> object:
-        scores = torch.empty(num_rows, vocab_size, device="meta")
-        rows = torch.empty(num_rows, dtype=torch.int64, device="meta")
-        size = num_rows, -(-vocab_size // 32)
-        return mask_tokens(scores, rows, torch.empty(size, dtype=torch.int32, device="meta"))
-
-    for num_rows, vocab_size in ((1, 49152), (64, 128256), (8, 50257)):
-        yield f"{num_rows} x {vocab_size}", partial(mask, num_rows, vocab_size)
 
 
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr", "words_ptr"])

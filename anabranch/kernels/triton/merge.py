@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels.config import power_of_two, select_merge
-from anabranch.kernels.softmax.online_softmax import empty_state, finish_merge, merge_part
+from anabranch.kernels.softmax.merge_states import finish_merge, merge_part
+from anabranch.kernels.softmax.online_softmax import empty_state
 from anabranch.kernels.triton.runtime import require_triton_device
 from anabranch.launches.recorder import launch
 from anabranch.state import AttentionState

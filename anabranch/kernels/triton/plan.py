@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
@@ -25,8 +27,7 @@ from anabranch.kernels.load.arguments import box_keys
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import words_of
 from anabranch.kernels.parts.slots import OpenPlan, PartsLayout, lay_out_parts, num_slots
-from anabranch.kernels.schedule.schedule import schedule
-from anabranch.kernels.schedule.schedule_layout import num_blocks_bound, schedule_size
+from anabranch.kernels.schedule.schedule import num_blocks_bound, schedule, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list
 from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY
 
@@ -42,7 +43,8 @@ def lay_out(call: AttendCall, options: PlanOptions) -> TritonLayout:
     keys, num_tokens = call.keys, call.queries.packed.shape[0]
     config = _select_short_lists(call, options)
     if config is not None:
-        program = _list_program(call, config)
+        # there is a program for each part, whatever their number
+        program = _program_of(call, config, num_programs=1, uniform=True)
         slots = keys.num_seqs * parts_of_list(keys.capacity, program.constants)
         return _lay_out(0, slots, program)
     program = _select_program(call, options)
@@ -96,21 +98,21 @@ def _select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig 
     )
 
 
-def _list_program(call: AttendCall, config: AttendConfig) -> AttendProgram:
+def _program_of(call: AttendCall, config: AttendConfig, **given: Any) -> AttendProgram:
+    """The program of a call in these tiles."""
     q, keys, view = call.queries.packed, call.keys, call.view
     return attend_program(
         config,
         causal=call.rules.in_order,
-        group=q.shape[1],
-        num_kv_heads=1,
+        group=q.shape[1] // keys.num_kv_heads,
+        num_kv_heads=keys.num_kv_heads,
         head_dim_k=keys.head_dim_k,
         head_dim_v=keys.head_dim_v,
-        num_programs=1,  # unused: there is one for each part
         page_size=keys.page_size,
         k_format=view.k.format,
         v_format=view.v.format,
-        uniform=True,
         overlap=has_overlap(q.device),
+        **given,
     )
 
 
@@ -118,7 +120,6 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
     queries, keys, rules, view = call.queries, call.keys, call.rules, call.view
     q, num_kv_heads, head_dim_v = queries.packed, keys.num_kv_heads, keys.head_dim_v
     num_tokens, num_heads, head_dim_k = q.shape
-    group = num_heads // num_kv_heads
     config = options.config
     latent, itemsize = view.values_in_keys, q.element_size()
     code_pairs = in_pairs(view, itemsize)
@@ -126,7 +127,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
     if config is None:
         rows_per_seq = options.rows_per_seq
         if rows_per_seq is None:
-            rows_per_seq = num_tokens * group / max(keys.num_seqs, 1)
+            rows_per_seq = num_tokens * (num_heads // num_kv_heads) / max(keys.num_seqs, 1)
         config = select_attend(
             rows_per_seq=rows_per_seq,
             num_pairs=INVARIANT_PAIRS if options.batch_invariant else keys.num_seqs * num_kv_heads,
@@ -158,23 +159,15 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         )
     if not isinstance(config, AttendConfig):
         raise ValueError(f"config must be an AttendConfig, got {type(config).__name__}")
-    return attend_program(
+    return _program_of(
+        call,
         config,
-        causal=rules.in_order,
-        group=group,
-        num_kv_heads=num_kv_heads,
-        head_dim_k=head_dim_k,
-        head_dim_v=head_dim_v,
         num_programs=num_sms(q.device) * config.workers_per_sm,
-        page_size=keys.page_size,
-        k_format=view.k.format,
-        v_format=view.v.format,
         latent=latent,
         native_fp8=has_fp8(q.device),
         packed=q.is_cuda and not torch.version.hip,
         folds_parts=options.batch_invariant,
         fused=config.fused_merge if options.fused_merge is None else options.fused_merge,
-        overlap=has_overlap(q.device),
         leaves_empty=options.leave_empty,
         limit_registers=not torch.version.hip,  # AMD's compiler takes no limit
     )

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E, merge_part
+from anabranch.kernels.softmax.merge_states import merge_part
+from anabranch.kernels.softmax.online_softmax import LN_2, LOG2_E
 from anabranch.state import AttentionState
 
 

@@ -11,13 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from anabranch.kernels.triton.runtime import device_refusal
 from anabranch.launches.recorder import launch
-
-
-def refusal(device: torch.device) -> str | None:
-    """Why pages on a device cannot be compared; None if they can."""
-    return device_refusal(device)
 
 
 def share_pages(

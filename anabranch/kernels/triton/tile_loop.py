@@ -1,17 +1,47 @@
-"""The loop over tiles of keys: load, score, logits, load, update."""
+"""The state of a block of query rows over tiles of keys: load, score, logits, load, update."""
 
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from anabranch.kernels.load.addressing import first_pages, next_keys, pages_of, place_tile
-from anabranch.kernels.load.key_pairs import order_weights
-from anabranch.kernels.load.loaders import Columns, column_ptrs, key_loader, value_loader
+from anabranch.kernels.load.addressing import (
+    dim_ptrs,
+    first_pages,
+    load_rows,
+    next_keys,
+    pages_of,
+    place_tile,
+)
+from anabranch.kernels.load.key_pairs import order_weights, permute_sums, restore_sums
+from anabranch.kernels.load.loaders import Columns, column_ptrs, head_of, loader_of
 from anabranch.kernels.load.packed_codes import permute_dims, unit_of
-from anabranch.kernels.softmax.logits import capped, capped_exactly, masked, score, weighted
-from anabranch.kernels.softmax.online_softmax import LOG2_E, update_lazily, update_state
-from anabranch.kernels.triton.fixed_parts import close_part, closes_inside
+from anabranch.kernels.softmax.online_softmax import (
+    empty_state,
+    finish_state,
+    logits_of,
+    score,
+    seen_by_all,
+    sink_state,
+    spread_total,
+    update_lazily,
+    update_state,
+)
+from anabranch.kernels.triton.fixed_parts import Fold, empty_merges, keep_part
+from anabranch.kernels.triton.prior_states import resume
+
+
+class Operands(NamedTuple):
+    """What a launch was given, but for its schedule."""
+
+    q: Any  # Rows
+    view: Any  # ViewArguments
+    boxes: Any  # Boxes, or None for each
+    table_stride: Any
+    rules: Any  # Rules, with the scale of logits in base 2
+    tree_width: Any
+    prior: Any  # PriorArguments or None
+    results: Any  # StateRows
 
 
 class QueryRows(NamedTuple):
@@ -36,6 +66,71 @@ class TileRange(NamedTuple):
 
 
 @triton.jit
+def attend_block(item, is_first, given, C: tl.constexpr):
+    """Attend to the tiles of an item; the first part of a block also holds sinks and prior states.
+
+    The state of the last part there, and the merges of the parts before it.
+    """
+    block, q, rules = item.block, given.q, given.rules
+    num_rows = block.q_len * C.group
+    own = block.first_row + tl.arange(0, C.tiles.block_m)
+    row_mask = own < num_rows
+    tokens = own // C.group
+    heads = item.kv_head * C.group + own % C.group
+    offsets = (block.q_start + tokens).to(tl.int64) * q.token + heads.to(tl.int64) * q.head
+    offsets = tl.where(row_mask, offsets, 0)  # rows that are never written read some row
+    ptrs = dim_ptrs(q.ptr, q.dim, 0, C.tiles.dk_main)
+    q_main = load_rows(ptrs, offsets, 0, C.tiles.dk_main, C.head_dim_k)
+    q_rest = q_main  # unused without a rest
+    if C.tiles.dk_rest > 0:
+        ptrs = dim_ptrs(q.ptr, q.dim, C.tiles.dk_main, C.tiles.dk_rest)
+        q_rest = load_rows(ptrs, offsets, C.tiles.dk_main, C.tiles.dk_rest, C.head_dim_k)
+    tree_rows = None
+    if rules.tree_mask is not None:  # rows that are never written read their sequence's first
+        own_tokens = tl.where(row_mask, tokens, 0)
+        tree_rows = rules.tree_mask + (block.q_start + own_tokens).to(tl.int64) * given.tree_width
+    queries = QueryRows(q_main, q_rest, tokens, block.q_start + tokens, heads, row_mask, tree_rows)
+    peak, total, acc = empty_state(C.tiles.block_m, C.tiles.block_dv)
+    if rules.sinks is not None:
+        logits = tl.load(rules.sinks + heads, row_mask & is_first, other=float("-inf"))
+        peak, total = sink_state(logits.to(tl.float32))
+    if C.num_priors > 0 and not C.source.scales_sums:
+        mask = row_mask & is_first
+        peak, total, acc = resume((peak, total, acc), given.prior, queries.places, heads, mask, C)
+    state = transpose_state((peak, total, acc), C)
+    fold = ()
+    if C.division.closes_inside:
+        fold = Fold(empty_merges(C), item.part, item.tile + item.part_tiles)
+
+    tile = item.tile
+    full_start = tile
+    full_stop = tile
+    if C.tiles.block_m >= 64:
+        last_row = tl.minimum(block.first_row + C.tiles.block_m, num_rows) - 1
+        start, end = seen_by_all(
+            block.first_row // C.group, last_row // C.group, block, rules, C.causal
+        )
+        full_start = tl.cdiv(start, C.tiles.block_n)
+        full_stop = end // C.tiles.block_n
+    if given.boxes[0] is not None:
+        boxed_stop = tl.minimum(block.seq_len // C.tiles.block_n, item.stop)
+        tiles = TileRange(tile, boxed_stop, full_start, full_stop)
+        state, fold = attend_tiles(state, fold, tiles, queries, item, given, C, True)
+        tile = tl.maximum(tile, boxed_stop)
+    has_tiles = tile < item.stop
+    if C.division.uniform:
+        has_tiles = True  # known to the compiler
+    if has_tiles:
+        tiles = TileRange(tile, item.stop, full_start, full_stop)
+        state, fold = attend_tiles(state, fold, tiles, queries, item, given, C, False)
+    merges = ()
+    if C.division.closes_inside:
+        merges = fold.merges
+        is_first = fold.part == 0
+    return collect_state(state, queries, is_first, given, C), merges
+
+
+@triton.jit
 def attend_tiles(
     state,
     fold,  # of fixed parts, as `close_part` takes it
@@ -51,20 +146,23 @@ def attend_tiles(
     BOXED tiles lie wholly inside the sequence, and the tensor memory accelerator copies them.
     """
     block, view, stop = item.block, given.view, tiles.stop
-    KEYS: tl.constexpr = key_loader(C, BOXED)
-    VALUES: tl.constexpr = value_loader(C, BOXED)
     K: tl.constexpr = C.source.k
     V: tl.constexpr = C.source.v
+    KEYS: tl.constexpr = loader_of(C, K, BOXED)
+    VALUES: tl.constexpr = loader_of(C, V, BOXED)
     ONE_TILE: tl.constexpr = C.source.one_tile  # of keys and values
     AHEAD: tl.constexpr = C.tiles.values_first or ONE_TILE  # pages are looked up before the scores
     DTYPE: tl.constexpr = queries.main.dtype
     DK: tl.constexpr = C.tiles.dk_main
     DV: tl.constexpr = C.tiles.block_dv
-    q, units = queries.main, None
+    ORDER: tl.constexpr = order_weights if C.source.pairs else None
+    q, units, row_units = queries.main, None, None
     if K.words:
         units, inverse = unit_of(tl.max(tl.abs(q).to(tl.float32), 1))
         q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
         q = permute_dims(q, C.source.quads)
+        if given.rules.softcap is None and view.log_weights is None:
+            row_units = units
     base_scale = given.rules.scale
     if K.words and K.format.scaling == "tensor":
         base_scale *= tl.load(view.k.scales.ptr)
@@ -110,7 +208,7 @@ def attend_tiles(
                     pages = pages_of(ahead, block, given, C)
             value_scales = VALUES.scales(values, at, v_places, DTYPE, V, C)
         # Between scores and weights, where the sums of the tile before are waited for anyway.
-        if closes_inside(C):  # noqa: SIM102 - one is known when compiling, the other is not
+        if C.division.closes_inside:  # noqa: SIM102 - one is known when compiling, the other is not
             if index == fold.end:
                 state, fold = close_part(state, fold, queries, item, given, C)
         # The branch keeps the compiler from moving the update before the copies of the next tile.
@@ -118,20 +216,11 @@ def attend_tiles(
         if C.tiles.paired:
             is_due = index < stop
         if is_due:
-            state = update(state, scores, scale, v, value_scales, units, given, C)
+            if C.tiles.lazy_peak:
+                state = update_lazily(state, scores, scale, v, value_scales)
+            else:
+                state = update_state(state, scores, scale, v, value_scales, row_units, ORDER, C)
     return state, fold
-
-
-@triton.jit
-def head_of(item, C: tl.constexpr):
-    """The kv head whose keys an item reads."""
-    kv_head = item.kv_head
-    LIST_HEADS: tl.constexpr = C.source.list_heads
-    if LIST_HEADS is not None:
-        kv_head = item.block.origin % LIST_HEADS[0] * LIST_HEADS[1] // LIST_HEADS[0]
-    if C.source.one_tile:
-        kv_head *= 0  # there is one, which paired blocks of query heads read
-    return kv_head
 
 
 @triton.jit
@@ -148,50 +237,52 @@ def score_tile(q, q_rest, k, k_rest, C: tl.constexpr):
 
 
 @triton.jit
-def logits_of(scores, scale, units, index, at, tiles, queries, item, given, C: tl.constexpr):
-    """Scores after softcap, log-weights and mask; times the scale, they are logits in base 2."""
-    block, rules, view = item.block, given.rules, given.view
-    # Units of rows are multiplied into scores where these are not logits but for a scale.
-    if C.source.k.words and (rules.softcap is not None or view.log_weights is not None):
-        scores *= units[None, :] if C.tiles.keys_first else units[:, None]
-    if rules.softcap is not None:
-        if queries.main.dtype == tl.float32:
-            scores = capped_exactly(scores, scale, rules.softcap)
-        else:
-            scores = capped(scores, scale, rules.softcap)
-        scale = LOG2_E
-    if view.log_weights is not None:
-        keys = tl.minimum(at.keys, at.last)
-        row = view.log_weights + block.origin.to(tl.int64) * given.table_stride
-        scores = weighted(scores, scale, row + keys, C.tiles.keys_first)
-        scale = LOG2_E
-    is_edge = True  # a short block waits for memory and has time to mask every tile
-    if C.tiles.block_m >= 64:
-        is_edge = (index < tiles.full_start) | (index >= tiles.full_stop)
-    if is_edge:
-        scores = masked(scores, at.keys, queries, block, rules, given.tree_width, C)
-    return scores, scale
+def transpose_state(state, C: tl.constexpr):
+    """A state as the loop over tiles has it: with keys_first acc is transposed, total a tile.
+
+    With a lazy peak, total is spread over threads.
+    """
+    peak, total, acc = state
+    if C.tiles.keys_first:
+        first_key = tl.arange(0, C.tiles.block_n)[:, None] == 0
+        total = tl.where(first_key, total[None, :], 0.0)
+        if C.source.pairs:
+            acc = permute_sums(acc)
+        acc = tl.trans(acc)
+    if C.tiles.lazy_peak:
+        total = spread_total(total)
+    return peak, total, acc
 
 
 @triton.jit
-def update(state, scores, scale, v, value_scales, units, given, C: tl.constexpr):
-    """Attend to one more tile."""
-    V: tl.constexpr = C.source.v
+def collect_state(state, queries, is_first, given, C: tl.constexpr):
+    """A state as it was before `transpose_state`, with what is left to the end of a part.
+
+    The one scale of codes is multiplied into the sum over all tiles; prior states, which the first
+    part of a block goes on from, have none.
+    """
+    peak, total, acc = state
+    if C.source.scales_sums:
+        acc = acc * tl.load(given.view.v.scales.ptr)
+    if C.tiles.keys_first:
+        total = tl.sum(total, 0)
+        acc = tl.trans(acc)
+        if C.source.pairs:
+            acc = restore_sums(acc)
     if C.tiles.lazy_peak:
-        state = update_lazily(state, scores, scale, v, value_scales)
-    else:
-        UNITS_FIRST: tl.constexpr = (
-            given.rules.softcap is not None or given.view.log_weights is not None
-        )
-        state = update_state(
-            state,
-            scores,
-            scale,
-            v,
-            value_scales,
-            None if UNITS_FIRST else units,
-            V.words and V.format.scaling == "key",
-            C.tiles.keys_first,
-            order_weights if C.source.pairs else None,
-        )
+        total = tl.sum(tl.sum(total, 2), 1)
+    state = (peak, total, acc)
+    if C.num_priors > 0 and C.source.scales_sums:
+        mask = queries.inside & is_first
+        state = resume(state, given.prior, queries.places, queries.heads, mask, C)
     return state
+
+
+@triton.jit
+def close_part(state, fold, queries, item, given, C: tl.constexpr):
+    """Leave or merge a part whose last tile was attended to; what the next part begins with."""
+    state = collect_state(state, queries, fold.part == 0, given, C)
+    out, lse = finish_state(state)
+    merges = keep_part(fold.merges, out, lse, fold.part, item, given.results.parts, C)
+    state = transpose_state(empty_state(C.tiles.block_m, C.tiles.block_dv), C)
+    return state, Fold(merges, fold.part + 1, fold.end + item.part_tiles)

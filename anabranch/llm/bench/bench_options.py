@@ -84,7 +84,6 @@ class LatencyOptions(BenchOptions):
         self.each_case()
 
     def each_case(self) -> list[LatencyOptions]:
-        """Options for each case, or these."""
         if self.cases is None:
             return [self]
         sizes = parse_sizes(self.cases, "8x1024x128,64x4096x64")

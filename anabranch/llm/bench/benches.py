@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from anabranch.llm.bench import latency, sweep, throughput
-from anabranch.llm.bench.line_plot import check_matplotlib
 from anabranch.llm.bench.run_results import RunResults
-from anabranch.llm.bench.serve import load_plot, result_block, serve_bench
-from anabranch.llm.bench.table import Table, print_paths, print_table
+from anabranch.llm.bench.serve import result_block, serve_bench
+from anabranch.llm.bench.table import Table, check_matplotlib, print_paths, print_table
 from anabranch.llm.cli.progress import Progress, progress_bars, quiet_transformers
 
 
@@ -26,7 +25,7 @@ BENCHES = {
     "latency": Bench(latency.run_latency, latency.latency_text),
     "throughput": Bench(throughput.run_throughput, throughput.throughput_text),
     "sweep": Bench(sweep.run_sweep, sweep.sweep_table, sweep.draw_sweep),
-    "serve": Bench(serve_bench.run_serve, result_block.serve_report, load_plot.draw_loads),
+    "serve": Bench(serve_bench.run_serve, result_block.serve_report, result_block.draw_loads),
 }
 
 

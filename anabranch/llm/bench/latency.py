@@ -10,16 +10,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from anabranch.llm.bench.bench_options import LatencyOptions, compared_settings
-from anabranch.llm.bench.device_wait import release_memory
 from anabranch.llm.bench.run_results import Record, RunResults, begin_results
-from anabranch.llm.bench.workload import greedy, random_prompts
-from anabranch.llm.cli.profile import profiled
+from anabranch.llm.bench.workload import greedy, random_prompts, release_memory
 from anabranch.llm.cli.progress import Progress
-from anabranch.llm.cli.step_times import RecordedStats, record_steps
+from anabranch.llm.cli.step_times import RecordedStats, profiled, record_steps
 
 if TYPE_CHECKING:
     from anabranch.llm.engine.llm import LLM
-    from anabranch.llm.engine.outputs import RequestOutput
+    from anabranch.llm.engine.request import RequestOutput
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MAX_PREFILLS = 3
@@ -27,7 +25,6 @@ WARM_SEED = 1 << 20  # other prompts than those measured, which would be found i
 
 
 def run_latency(options: LatencyOptions, progress: Progress) -> RunResults:
-    """A row for each setting."""
     results = begin_results("latency", options.torch_device(), options)
     for variant in compared_settings(options, options.compare):
         cases = variant.each_case()
@@ -104,7 +101,7 @@ def summarise_latencies(seconds: list[float]) -> Record:
 
 
 def latency_text(results: RunResults) -> str:
-    """The lines that people expect, for each setting; ratios to the first."""
+    """The lines that vLLM prints, for each setting, and ratios to the first."""
     first = results.rows[0]
     blocks: list[str] = []
     for row in results.rows:

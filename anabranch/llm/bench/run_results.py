@@ -1,4 +1,4 @@
-"""What a run found: rows, the machine and the versions they hold for, and their JSON file."""
+"""Results of a run: rows, the machine and versions that made them, and their JSON file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What the rows hold for."""
+    """The machine, the versions and the commit of a run."""
 
     bench: str
     date: str
@@ -45,7 +45,6 @@ class RunResults:
 
     @property
     def where(self) -> str:
-        """The machine and the commit."""
         return f"{self.header.device}, {self.header.commit}"
 
     def save(self, path: Path) -> None:

@@ -15,12 +15,10 @@ from typing import NamedTuple
 import torch
 
 from anabranch.llm.bench.bench_options import ENGINE, TRANSFORMERS_PREFIX, SweepOptions
-from anabranch.llm.bench.device_wait import release_memory, synchronize
-from anabranch.llm.bench.line_plot import PlotLine, PlotPanel, draw_panels
 from anabranch.llm.bench.run_results import Record, RunResults, begin_results
-from anabranch.llm.bench.table import Table, format_number
+from anabranch.llm.bench.table import PlotLine, PlotPanel, Table, draw_panels, format_number
 from anabranch.llm.bench.transformers_peer import TransformersPeer
-from anabranch.llm.bench.workload import greedy, random_prompts
+from anabranch.llm.bench.workload import greedy, random_prompts, release_memory, synchronize
 from anabranch.llm.cli.progress import Progress
 
 PANELS = {"pp": "prompt, tokens/s", "tg": "generation, tokens/s"}

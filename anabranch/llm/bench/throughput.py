@@ -8,15 +8,14 @@ from collections.abc import Callable
 import torch
 
 from anabranch.llm.bench.bench_options import ThroughputOptions
-from anabranch.llm.bench.device_wait import release_memory
 from anabranch.llm.bench.run_results import Record, RunResults, begin_results
 from anabranch.llm.bench.transformers_peer import TransformersPeer
-from anabranch.llm.bench.workload import Workload, greedy, random_workload
+from anabranch.llm.bench.workload import Workload, greedy, random_workload, release_memory
 from anabranch.llm.cli.progress import Progress
 
 
 def run_throughput(options: ThroughputOptions, progress: Progress) -> RunResults:
-    """The engine's row, then a row for each way of the peer."""
+    """A row of the engine, then a row for each method of the peer."""
     results = begin_results("throughput", options.torch_device(), options)
     row, work, batch = _run_engine(options, progress)
     results.rows.append(row)
@@ -68,7 +67,6 @@ def _run_peer(
 
 
 def throughput_row(name: str, work: Workload, seconds: float) -> Record:
-    """Rates of a run over a workload."""
     num_prompt_tokens, num_output_tokens = sum(map(len, work.prompts)), sum(work.output_lens)
     return {
         "name": name,

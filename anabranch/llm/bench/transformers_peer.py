@@ -10,8 +10,7 @@ from typing import Any
 
 import torch
 
-from anabranch.llm.bench.device_wait import synchronize
-from anabranch.llm.bench.workload import Workload
+from anabranch.llm.bench.workload import Workload, synchronize
 from anabranch.llm.cli.engine_options import EngineOptions
 from anabranch.llm.cli.progress import Progress
 

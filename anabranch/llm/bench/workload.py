@@ -1,10 +1,12 @@
-"""Prompts of the engine's benchmarks: random tokens."""
+"""What the engine's benchmarks share: prompts of random tokens, and a device that is free."""
 
 from __future__ import annotations
 
+import gc
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 
 if TYPE_CHECKING:
     from anabranch.llm.sampling.params import SamplingParams
@@ -53,3 +55,16 @@ def random_workload(
 def _lengths(rng: np.random.Generator, count: int, length: int, ratio: float) -> list[int]:
     low, high = round(length * (1 - ratio)), round(length * (1 + ratio))
     return rng.integers(max(low, 1), max(high, 1) + 1, count).tolist()
+
+
+def release_memory() -> None:
+    """Free the memory of a model that is no longer used."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device; a CPU has nothing to wait for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -8,7 +8,6 @@ IMPORTED_OBJECTS = 100_000  # torch and transformers make so many, to stay: 0.5 
 
 
 def main() -> None:
-    """Entry point of the installed command."""
     gc.set_threshold(IMPORTED_OBJECTS, 50, 50)
     try:
         from anabranch.llm.cli.command_group import app

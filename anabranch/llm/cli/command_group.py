@@ -28,7 +28,6 @@ class CommandGroup(TyperGroup):
     """The commands of MODULES; each module holds its command as `app`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """In the order of MODULES."""
         return list(MODULES)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:

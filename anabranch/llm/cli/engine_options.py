@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from anabranch.llm.cli.options import check_options, option
@@ -105,51 +105,37 @@ class EngineOptions:
             raise ValueError("--speculative draft needs --draft-model")
 
     def make(self, progress: Progress | None = None, **more: Any) -> LLM:
-        """The engine, loaded."""
         from anabranch.llm.engine.llm import LLM
 
         return LLM(self.model, progress=progress, **(self.engine_config() | more))
 
     def engine_config(self) -> dict[str, Any]:
-        """As `EngineConfig` calls them, without the model."""
-        return {
-            "device": self.device,
-            "dtype": self.dtype,
-            "activations": self.activations,
-            "max_model_len": self.max_model_len,
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "page_size": self.page_size,
-            "kv_cache_gib": self.kv_cache_gib,
-            "kv_cache_dtype": self.kv_cache_dtype,
-            "speculative": self.speculative_config(),
+        """Keyword arguments of `EngineConfig`, without the model."""
+        from anabranch.llm.engine.config import EngineConfig
+
+        names = {each.name for each in fields(EngineConfig)} & {
+            each.name for each in fields(ServingOptions) if each.name != "model"
+        }
+        return {name: getattr(self, name) for name in names & vars(self).keys()} | {
             "cuda_graphs": self.graphs,
-            "compile": self.compile,
-            "fused_merge": self.fused_merge,
-            "tensor_parallel": self.tensor_parallel,
-            "context_parallel": self.context_parallel,
-            "max_workspace_mib": self.max_workspace_mib,
             "cascade": None if self.cascade else False,
+            "speculative": self.speculative_config(),
             "sparse": self.sparse_config(),
         }
 
     def sparse_config(self) -> dict[str, Any] | None:
-        """As `SparseConfig` calls them; None where contexts are read whole."""
+        """Keyword arguments of `SparseConfig`; None where contexts are read whole."""
         if self.sparse == "off":
             return None
         return {"method": self.sparse, "keep": self.sparse_keep}
 
     def speculative_config(self) -> dict[str, Any] | None:
-        """As `SpeculativeConfig` calls them; None without speculation."""
+        """Keyword arguments of `SpeculativeConfig`; None without speculation."""
         if self.speculative == "off":
             return None
-        return {
-            "method": self.speculative,
-            "model": self.draft_model,
-            "num_drafts": self.num_drafts,
-            "tree_width": self.tree_width,
-            "scorer": self.scorer,
-            "adaptive": self.adaptive,
-        }
+        same = ("num_drafts", "tree_width", "scorer", "adaptive")
+        named = {"method": self.speculative, "model": self.draft_model}
+        return named | {name: getattr(self, name) for name in same}
 
     def torch_device(self) -> torch.device:
         """The device asked for, or the best there is."""
@@ -181,10 +167,3 @@ class ServingOptions(EngineOptions):
         None, "Sequences at once: 64 on a GPU, 16 on a CPU.", at_least=1
     )
     prefix_caching: bool = option(True, "Reuse the keys and values of equal prefixes.")
-
-    def engine_config(self) -> dict[str, Any]:
-        """As `EngineConfig` calls them, without the model."""
-        return super().engine_config() | {
-            "max_num_seqs": self.max_num_seqs,
-            "prefix_caching": self.prefix_caching,
-        }

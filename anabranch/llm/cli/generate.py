@@ -15,8 +15,8 @@ from anabranch.llm.cli.engine_options import DRAFTS, SPECULATIVE, EngineOptions
 from anabranch.llm.cli.options import add_command, new_app, option
 
 if TYPE_CHECKING:
+    from anabranch.llm.engine.admission import Prompt
     from anabranch.llm.engine.llm import LLM
-    from anabranch.llm.engine.prompts import Prompt
     from anabranch.llm.sampling.params import SamplingParams
 
 
@@ -99,14 +99,11 @@ class GenerateOptions(EngineOptions):
 
 
 def generate(options: GenerateOptions) -> None:
-    """Load the model, answer, and report speeds."""
     from rich.console import Console
 
-    from anabranch.llm.cli.printed_answer import print_answer
-    from anabranch.llm.cli.profile import profiled
+    from anabranch.llm.cli.printed_answer import print_answer, print_summary, summary_of
     from anabranch.llm.cli.progress import progress_bars, quiet_transformers
-    from anabranch.llm.cli.step_times import record_steps
-    from anabranch.llm.cli.summary import print_summary, summary_of
+    from anabranch.llm.cli.step_times import profiled, record_steps
 
     text = options.text()
     options.sampling_params({})  # refused before a model is loaded

@@ -28,7 +28,6 @@ class Option(NamedTuple):
 
     @property
     def flag(self) -> str:
-        """The name with dashes."""
         return flag_of(self.name)
 
 

@@ -4,9 +4,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from anabranch.llm.cli.options import add_command, check_options, new_app, option
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 FORMATS = ("q8_0", "q4_k", "fp8", "int4")
 TEXT = Path(__file__).with_name("river.txt")
+WINDOW = 512  # tokens that a perplexity reads at once, the second half of them scored
+MOST_WINDOWS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,13 +74,11 @@ class QuantizeOptions:
 
     @property
     def target(self) -> Path:
-        """What is written."""
         name = f"{Path(self.model).stem}-{self.to}" + (".gguf" if self.is_gguf else "")
         return Path(name) if self.out is None else self.out
 
 
 def quantize(options: QuantizeOptions) -> None:
-    """Write the model, and say what changed."""
     from rich.console import Console
 
     from anabranch.llm.cli.progress import progress_bars, quiet_transformers
@@ -124,7 +125,6 @@ def _perplexities(options: QuantizeOptions, source: Path, text: str, progress: P
     import torch
 
     from anabranch.llm.models import Activations, load_model
-    from anabranch.llm.models.perplexity import perplexity
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     found: list[float] = []
@@ -141,6 +141,27 @@ def _perplexities(options: QuantizeOptions, source: Path, text: str, progress: P
         f"perplexity of {count} tokens {found[0]:.3f} before, {found[1]:.3f} now "
         f"({100 * (found[1] / found[0] - 1):+.1f}%)"
     )
+
+
+def perplexity(model: Any, tokenizer: Any, text: str) -> tuple[float, int]:
+    """How surprised a model is by the beginning of a text, and of how many tokens."""
+    import torch
+
+    ids: list[int] = tokenizer(text).input_ids
+    window = min(WINDOW, len(ids), model.config.max_position_embeddings)
+    if window < 2:
+        raise ValueError(f"the text has {len(ids)} tokens, and 2 are needed")
+    device = next(model.parameters()).device
+    total, count = 0.0, 0
+    for start in range(0, len(ids) - window + 1, window)[:MOST_WINDOWS]:
+        some = torch.tensor(ids[start : start + window], device=device)
+        first = window // 2
+        with torch.inference_mode():
+            logits = model(some[None], use_cache=False).logits[0, first - 1 : -1].float()
+        scored = logits.log_softmax(-1).gather(1, some[first:, None])
+        total -= float(scored.sum())
+        count += len(scored)
+    return math.exp(total / count), count
 
 
 app = new_app()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
 
 from anabranch.llm.cli.engine_options import DRAFTS, SPECULATIVE, ServingOptions
 from anabranch.llm.cli.options import add_command, new_app, option
@@ -12,6 +11,17 @@ from anabranch.llm.cli.options import add_command, new_app, option
 KEY_VARIABLE = "ANABRANCH_API_KEY"
 TOOL_FORMATS = ("auto", "hermes", "llama3", "mistral", "deepseek", "gpt-oss")
 LOG_LEVELS = ("critical", "error", "warning", "info", "debug")
+# Options that the server has by the same name
+PASSED_ON = (
+    "host",
+    "port",
+    "max_engine_restarts",
+    "max_step_seconds",
+    "drain_seconds",
+    "log_level",
+    "tool_format",
+    "reasoning",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,42 +82,24 @@ class ServeCommandOptions(ServingOptions):
 
 
 def serve(options: ServeCommandOptions) -> None:
-    """Serve until SIGTERM or SIGINT."""
     from anabranch.llm.cli.progress import progress_bars, quiet_transformers
-    from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
+    from anabranch.llm.engine.config import EngineConfig
     from anabranch.llm.server.command import serve as run_server
     from anabranch.llm.server.server_limits import ServerLimits
 
     quiet_transformers()
+    given = vars(options)
     key = options.api_key if options.api_key is not None else os.environ.get(KEY_VARIABLE)
-    settings: dict[str, Any] = options.engine_config()
-    drafts = settings.pop("speculative")
-    speculative = SpeculativeConfig(**drafts) if drafts else None
+    limits = {each.name: given[each.name] for each in fields(ServerLimits) if each.name in given}
     run_server(
-        EngineConfig(model=options.model, speculative=speculative, **settings),
-        host=options.host,
-        port=options.port,
+        EngineConfig(model=options.model, **options.engine_config()),
         api_key=key,
         model_name=options.served_name,
-        limits=ServerLimits(
-            max_queue=options.max_queue,
-            max_body_bytes=options.max_body_mib << 20,
-            max_request_seconds=options.max_request_seconds,
-            max_prompt_tokens=options.max_prompt_tokens,
-            max_prompt_logprobs=options.max_prompt_logprobs,
-            header_seconds=options.header_seconds,
-            body_seconds=options.body_seconds,
-            max_connections=options.max_connections,
-        ),
+        limits=ServerLimits(max_body_bytes=options.max_body_mib << 20, **limits),
         cors_origins=options.cors_origin,
         allowed_hosts=options.allowed_host,
-        max_engine_restarts=options.max_engine_restarts,
-        max_step_seconds=options.max_step_seconds,
-        drain_seconds=options.drain_seconds,
-        log_level=options.log_level,
         progress=progress_bars(),
-        tool_format=options.tool_format,
-        reasoning=options.reasoning,
+        **{name: given[name] for name in PASSED_ON},
     )
 
 

@@ -9,10 +9,9 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from anabranch.llm.engine.admission import Prompt
 from anabranch.llm.engine.engine import Engine
-from anabranch.llm.engine.outputs import RequestOutput
-from anabranch.llm.engine.prompts import Prompt
-from anabranch.llm.engine.request import Request
+from anabranch.llm.engine.request import Request, RequestOutput
 from anabranch.llm.grammar.grammar_compiler import CompiledGrammar
 from anabranch.llm.sampling.params import SamplingParams
 

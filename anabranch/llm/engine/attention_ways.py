@@ -7,10 +7,9 @@ import torch
 from anabranch.compositions.cascade import MIN_SAVED_BYTES
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.limits import Limits
-from anabranch.llm.runner.graphs import GraphKey, graph_batches
+from anabranch.llm.runner.graphs import GraphKey, StepChoice, graph_batches
 from anabranch.llm.runner.model_attention import Layers
 from anabranch.llm.runner.shared_prefixes import SharedPrefixes
-from anabranch.llm.runner.step_choice import StepChoice
 
 
 def decode_keys(limits: Limits, choice: StepChoice) -> list[GraphKey]:

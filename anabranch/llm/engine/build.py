@@ -18,30 +18,27 @@ from anabranch.llm.engine.config import DTYPES, EngineConfig
 from anabranch.llm.engine.drafters import check_windows, make_chain
 from anabranch.llm.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.llm.models import Activations, LoadedModel, load_model
+from anabranch.llm.models.cpu_layers import use_cpu_norms
 from anabranch.llm.models.decoder import fuse_decoder_layers
 from anabranch.llm.models.experts import use_experts
-from anabranch.llm.models.gated import gate_joined
-from anabranch.llm.models.join import join_projections
+from anabranch.llm.models.fused_projections import gate_joined, join_projections
 from anabranch.llm.models.latent_attention import use_latent_attention
-from anabranch.llm.models.linear import use_row_linear
-from anabranch.llm.models.norm import use_cpu_norms
 from anabranch.llm.models.router import use_router
+from anabranch.llm.models.row_linear import use_row_linear
 from anabranch.llm.parallel.shard_model import shard_model
 from anabranch.llm.runner.dealt_step import DealtPages
-from anabranch.llm.runner.graphs import GraphKey, Progress, graph_batches, prompt_sizes
+from anabranch.llm.runner.graphs import GraphKey, Progress, StepChoice, graph_batches, prompt_sizes
 from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers
 from anabranch.llm.runner.model_attention import NAME, Layers, register
 from anabranch.llm.runner.model_runner import ModelRunner
 from anabranch.llm.runner.sparse_decode import SparseConfig, SparseDecode
-from anabranch.llm.runner.step_choice import StepChoice
 from anabranch.llm.runner.step_inputs import StepInputs
 from anabranch.llm.runner.step_layout import Scorer
-from anabranch.llm.sampling.noise import draw
-from anabranch.llm.sampling.parameter_rows import SamplingRows
+from anabranch.llm.sampling.logits import draw
+from anabranch.llm.sampling.params import SamplingRows
 from anabranch.llm.speculative.adaptive import draft_numbers
-from anabranch.llm.speculative.draft_chain import DraftChain, chain_keys
+from anabranch.llm.speculative.draft_chain import MAX_DEPTH, DraftChain, TreeChain, chain_keys
 from anabranch.llm.speculative.draft_inputs import CATCH_UP
-from anabranch.llm.speculative.tree_chain import MAX_DEPTH, TreeChain
 
 log = logging.getLogger("anabranch")
 COMPILED_WEIGHTS = 1_000_000_000

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 
 from anabranch.compositions.tree import MAX_NODES
-from anabranch.llm.runner.cache_formats import CacheFormats, parse_cache_formats
+from anabranch.llm.runner.kv_cache import CacheFormats, parse_cache_formats
 from anabranch.llm.runner.sparse_decode import SparseConfig, sparse_config
 from anabranch.llm.runner.step_layout import Scorer
 

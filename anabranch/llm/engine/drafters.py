@@ -10,17 +10,13 @@ from anabranch.llm.engine.config import SpeculativeConfig
 from anabranch.llm.engine.limits import Limits, text_config
 from anabranch.llm.models import LoadedModel
 from anabranch.llm.runner.model_runner import ModelRunner
-from anabranch.llm.sampling.parameter_rows import SamplingRows
-from anabranch.llm.sequences.sequence import Sequence as Decoding
-from anabranch.llm.speculative.draft_chain import DraftChain
+from anabranch.llm.sampling.params import SamplingRows
+from anabranch.llm.speculative.draft_chain import DraftChain, TreeChain
 from anabranch.llm.speculative.draft_draws import DraftDraws
 from anabranch.llm.speculative.draft_inputs import DraftInputs
-from anabranch.llm.speculative.draft_model import DraftProposer
-from anabranch.llm.speculative.draft_tree_proposer import DraftTreeProposer
-from anabranch.llm.speculative.ngram import NgramProposer
-from anabranch.llm.speculative.ngram_tree import NgramTreeProposer
+from anabranch.llm.speculative.draft_model import DraftProposer, DraftTreeProposer
+from anabranch.llm.speculative.ngram import NgramProposer, NgramTreeProposer
 from anabranch.llm.speculative.proposer import Proposer
-from anabranch.llm.speculative.tree_chain import TreeChain
 
 
 def check_windows(models: Sequence[LoadedModel]) -> None:
@@ -54,19 +50,6 @@ def make_chain(
     if tree_width > 1:
         return TreeChain(runner, inputs, draws, unseen, tree_width)
     return DraftChain(runner, inputs, draws, unseen)
-
-
-def draft_on_host(proposer: Proposer | None, running: Sequence[Decoding], num_drafts: int) -> None:
-    """Give each sequence that is decoding the drafts that the host knows, or their number."""
-    for seq in running:
-        seq.drafts, seq.num_drafts, seq.draft_parents = [], 0, None
-    if proposer is None or not num_drafts:
-        return
-    ready = [seq for seq in running if seq.speculates and seq.decoding]
-    proposer.prepare(ready, num_drafts)
-    for seq in ready:
-        seq.cut_drafts()
-        seq.cut_invalid_drafts()
 
 
 def make_proposer(

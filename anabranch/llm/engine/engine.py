@@ -10,29 +10,27 @@ from __future__ import annotations
 import logging
 import time
 
-from anabranch.llm.engine.admission import Admission
-from anabranch.llm.engine.arrivals import arrive
+from anabranch.llm.engine.admission import Admission, Prompt, sampling_defaults
 from anabranch.llm.engine.build import eos_ids, vocab_size
 from anabranch.llm.engine.config import EngineConfig
-from anabranch.llm.engine.drafters import draft_on_host, make_proposer
-from anabranch.llm.engine.launch import DraftChoice, Launched, Launcher
+from anabranch.llm.engine.drafters import make_proposer
+from anabranch.llm.engine.launch import DraftChoice, Launched, Launcher, draft_on_host
 from anabranch.llm.engine.limits import SCORED_TOKENS
-from anabranch.llm.engine.prompts import Prompt
 from anabranch.llm.engine.ranks import build_engine
-from anabranch.llm.engine.request import Request
-from anabranch.llm.engine.sampling_defaults import sampling_defaults
+from anabranch.llm.engine.request import Request, arrive
 from anabranch.llm.engine.scheduler import Scheduler
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.grammar.grammar_compiler import CompiledGrammar, GrammarCompiler
 from anabranch.llm.runner.model_runner import Progress
+from anabranch.llm.sampling.batch import HostLogprobs
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.sampler import Sampler
-from anabranch.llm.sampling.samples import HostLogprobs
 from anabranch.llm.sequences.page_pool import PagePool
 from anabranch.llm.sequences.sequence import Scheduled, Sequence
 from anabranch.llm.speculative.adaptive import AdaptiveDrafts
 
 log = logging.getLogger("anabranch")
+NONE: list[int] = []  # tokens
 
 
 class Engine:
@@ -141,16 +139,15 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one step; the requests that have new tokens or are over."""
         changed: list[Request] = []
-        began, batch = time.perf_counter(), len(self.scheduler.running)
-        with_prompts = self.scheduler.expects_prompts
-        num_drafts = self._choose_drafts(with_prompts)
-        choice = DraftChoice(began, batch, num_drafts, with_prompts)
-        if self._flying and (num_drafts or self._flying.has_drafts):
+        choice = self._choose_drafts()
+        if self._flying and (choice.num_drafts or self._flying.has_drafts):
             changed += self._land()
-        self._draft_on_host(num_drafts)
+        if self._proposer is not None:
+            drafted = draft_on_host(self._proposer, self.scheduler.running, choice.num_drafts)
+            self.stats.add_times(drafted)
         step, failed = self._own_rows(self.choice.in_order(self.scheduler.schedule()))
         changed += failed
-        if self._pads and any(run.num_drafts for run in step):
+        if self._pads and choice.num_drafts and any(run.num_drafts for run in step):
             step = self.scheduler.pad(step, 1 + self.limits.max_drafts)
         with self.ranks.guard():
             launched = self._launch(step, choice, changed) if step else None
@@ -186,27 +183,25 @@ class Engine:
                 failed += self._fail(run.seq.request_id, error)
         return [run for run in kept if not run.seq.finished], failed
 
-    def _choose_drafts(self, with_prompts: bool) -> int:
+    def _choose_drafts(self) -> DraftChoice:
         """How many drafts each sequence that is decoding should get at most."""
-        ready = any(seq.speculates and seq.decoding for seq in self.scheduler.running)
-        if self._proposer is None or not ready:
-            return 0
-        return self.adaptive.choose(len(self.scheduler.running), with_prompts=with_prompts)
-
-    def _draft_on_host(self, num_drafts: int) -> None:
-        start = time.perf_counter()
-        draft_on_host(self._proposer, self.scheduler.running, num_drafts)
-        if self._proposer is not None and num_drafts and not self._proposer.on_device:
-            self.stats.add_times({"proposal": 1e3 * (time.perf_counter() - start)})
+        began, running = time.perf_counter(), self.scheduler.running
+        if self._proposer is None:
+            return DraftChoice(began, len(running), 0, with_prompts=False)
+        with_prompts, num_drafts = self.scheduler.expects_prompts, 0
+        if any(seq.speculates and seq.decoding for seq in running):
+            num_drafts = self.adaptive.choose(len(running), with_prompts=with_prompts)
+        return DraftChoice(began, len(running), num_drafts, with_prompts)
 
     def _land(self) -> list[Request]:
         """Take in the results of the step in flight."""
         launched, self._flying = self._flying, None
         assert launched is not None
+        launched.clock.wait()
         samples = launched.samples.wait() if launched.samples else None
-        times = launched.clock.read()
+        self.stats.add_times(launched.clock.read())
+        self.stats.add_host_times(launched.clock.host_ms)
         now = time.perf_counter()
-        self.stats.add_times(times)
         self.stats.num_graph_steps += launched.graphed
         if samples is not None:
             self.stats.count_saturated(samples.saturated)
@@ -215,7 +210,7 @@ class Engine:
         place = 0
         for run in launched.step:
             self.stats.num_prompt_tokens += 0 if run.decoding else run.num_known
-            tokens, accepted, logprobs = list[int](), list[int](), None
+            tokens, accepted, logprobs = NONE, NONE, None
             if run.samples and samples is not None:
                 tokens = samples.tokens[place]
                 accepted = samples.accepted[place]
@@ -228,11 +223,11 @@ class Engine:
                     changed[request.request_id] = request
         if self._proposer is not None and any(run.decoding for run in launched.step):
             choice = launched.choice
-            began = max(choice.at, self._landed_at)  # what the host did in between counts
+            since = max(choice.at, self._landed_at)  # what the host did in between counts
             self.adaptive.observe(
                 choice.batch,
                 choice.num_drafts,
-                1e3 * (now - began),
+                1e3 * (now - since),
                 with_prompts=choice.with_prompts,
             )
         self._landed_at = now
@@ -251,20 +246,22 @@ class Engine:
         seq.num_pending -= run.samples
         if seq.finished:
             return  # aborted, or stopped while this step was in flight
-        launched.land_prompt(run)
+        if launched.prompts:
+            launched.land_prompt(run)
         if run.samples and not tokens:
             raise FloatingPointError(
                 f"all logits after {len(seq.tokens)} tokens are NaN or -inf: none can be chosen"
             )
         request = self._requests[seq.request_id]
         if tokens:
-            self._count(run, len(accepted), launched.choice.num_drafts)
+            if seq.speculates:
+                self._count(run, len(accepted), launched.choice.num_drafts)
             seq.num_computed += len(accepted) if seq.row is not None else 0
             self.stats.num_output_tokens += arrive(
                 request,
                 seq,
                 tokens,
-                rejects=run.has_drafts_after(accepted),
+                rejects=run.num_drafts > 0 and run.has_drafts_after(accepted),
                 step=launched.number,
                 logprobs=logprobs,
             )
@@ -282,7 +279,8 @@ class Engine:
             self._proposer.finish(run, accepted)
         if self.config.prefix_caching:
             seq.pages.remember(seq.tokens, seq.num_computed)
-            seq.pages.mark_drafted(min(seq.num_draft_computed, len(seq.tokens)))
+            if seq.num_draft_computed:
+                seq.pages.mark_drafted(min(seq.num_draft_computed, len(seq.tokens)))
 
     def _count(self, run: Scheduled, accepted: int, num_wanted: int) -> None:
         if run.num_drafts:
@@ -290,7 +288,7 @@ class Engine:
             self.stats.speculative.count(
                 run.num_drafts, accepted, self.limits.max_drafts, deepest=deepest
             )
-        if run.decoding and run.seq.speculates:
+        if run.decoding:
             self.adaptive.count(num_wanted, accepted, run.seq.draft_room)
 
     def _forget(self, seq: Sequence) -> None:

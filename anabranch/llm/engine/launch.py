@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -14,12 +15,16 @@ from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.runner.model_runner import StepLogits
 from anabranch.llm.runner.stage_clock import StageClock
 from anabranch.llm.runner.step_layout import run_slots
-from anabranch.llm.sampling.batch import SampleBatch
+from anabranch.llm.sampling.batch import (
+    Download,
+    PendingSamples,
+    SampleBatch,
+    SampleOutput,
+    download,
+)
 from anabranch.llm.sampling.logprobs import prompt_logprobs
 from anabranch.llm.sampling.sampler import Sampler
-from anabranch.llm.sampling.samples import PendingSamples, SampleOutput
 from anabranch.llm.sampling.token_logprobs import Logprob, TokenLogprobs, top_entries
-from anabranch.llm.sampling.transfer import Download, download
 from anabranch.llm.sequences.sequence import Scheduled, Sequence
 from anabranch.llm.speculative.proposer import Proposer
 
@@ -31,6 +36,24 @@ class DraftChoice(NamedTuple):
     batch: int  # sequences that were running
     num_drafts: int  # for each of them, at most
     with_prompts: bool  # whether prompts were expected to run beside them
+
+
+def draft_on_host(proposer: Proposer, running: list[Sequence], num_drafts: int) -> dict[str, float]:
+    """Give each sequence that is decoding the drafts that the host knows, or their number.
+
+    Returns the milliseconds of the stage, if drafts are the host's.
+    """
+    began = time.perf_counter()
+    for seq in running:
+        seq.drafts, seq.num_drafts, seq.draft_parents = [], 0, None
+    if not num_drafts:
+        return {}
+    ready = [seq for seq in running if seq.speculates and seq.decoding]
+    proposer.prepare(ready, num_drafts)
+    for seq in ready:
+        seq.cut_drafts()
+        seq.cut_invalid_drafts()
+    return {} if proposer.on_device else {"proposal": 1e3 * (time.perf_counter() - began)}
 
 
 class PendingPrompt(NamedTuple):
@@ -99,7 +122,7 @@ class Launcher:
         self._proposer = proposer
         self._eos_ids = tuple(eos_ids)
         self._owners: dict[int, Sequence] = {}
-        self._mask_threads = MaskThreads()
+        self._mask_threads = MaskThreads(pinned=built.device.type == "cuda")
 
     @torch.inference_mode()
     def launch(
@@ -126,7 +149,7 @@ class Launcher:
         with clock.stage("verification" if drafts else "sampling"):
             if sampling.constrained:
                 settle()
-            samples, prompts, failed = self._sample(step, sampling, logits)
+            samples, prompts, failed = self._sample(step, sampling, logits, clock)
         return Launched(number, choice, step, samples, clock, graphed, prompts, failed)
 
     def own_row(self, seq: Sequence) -> None:
@@ -165,7 +188,7 @@ class Launcher:
         return Sampling(runs, rows, on_device, num_outputs, constrained, drafted)
 
     def _sample(
-        self, step: list[Scheduled], sampling: Sampling, logits: StepLogits
+        self, step: list[Scheduled], sampling: Sampling, logits: StepLogits, clock: StageClock
     ) -> tuple[PendingSamples | None, dict[Scheduled, PendingPrompt], dict[str, Exception]]:
         rows, prompts = self._prompt_rows(step, logits)
         runs, table_rows = sampling.runs, sampling.on_device
@@ -180,10 +203,14 @@ class Launcher:
             padded=logits.every is not None,
             parents=_tree_parents(runs),
         )
-        masks, failed = step_masks(
-            runs, batch, self._sampler.vocab_size, sampling.drafted, self._mask_threads
-        )
-        output = self._sampler.sample(rows, replace(batch, masks=masks))
+        failed = dict[str, Exception]()
+        if sampling.constrained:
+            with clock.host("masks"):
+                masks, failed = step_masks(
+                    runs, batch, self._sampler.vocab_size, sampling.drafted, self._mask_threads
+                )
+            batch = replace(batch, masks=masks)
+        output = self._sampler.sample(rows, batch)
         self._built.unseen[table_rows, 0] = output.last_tokens
         samples = output.to_host(self._built.saturated)
         self._compact(runs, output)

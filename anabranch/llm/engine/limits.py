@@ -10,10 +10,9 @@ import torch
 from anabranch.distributed.rank_group import RankGroup, least_of_all, make_on_all
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.models import LoadedModel
-from anabranch.llm.runner.cache_formats import CacheFormats
 from anabranch.llm.runner.find_layers import find_layers
 from anabranch.llm.runner.graphs import Progress
-from anabranch.llm.runner.kv_cache import page_bytes
+from anabranch.llm.runner.kv_cache import CacheFormats, page_bytes
 from anabranch.llm.runner.model_attention import Layers
 
 GIB = 1 << 30

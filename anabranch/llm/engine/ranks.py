@@ -19,9 +19,8 @@ from anabranch.llm.engine.build import Built, build
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.models.load import local_source
 from anabranch.llm.parallel.followers import Followers, end_process
-from anabranch.llm.runner.graphs import Progress
+from anabranch.llm.runner.graphs import Progress, StepWork
 from anabranch.llm.runner.model_runner import ModelRunner
-from anabranch.llm.runner.step_work import StepWork
 
 NOTICE_SECONDS = 2.0  # for the end of a process to be noticed after a collective has failed
 TIMEOUT_SECONDS = 600.0  # of a collective; ranks may load at different speeds

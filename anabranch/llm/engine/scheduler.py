@@ -64,9 +64,9 @@ class Scheduler:
         step: list[Scheduled] = []
         preempted = self.num_preemptions
         for seq in tuple(self.running):
-            if seq.row is None or seq.exhausted or budget <= 0:
+            if seq.row is None or seq.exhausted:
                 continue  # preempted just now, or waits for its last result
-            run = self._run(seq, budget)
+            run = self._run(seq, self._most(seq, budget))
             if run is not None:
                 step.append(run)
                 budget -= run.num_tokens
@@ -91,32 +91,33 @@ class Scheduler:
 
     def _most(self, seq: Sequence, budget: int) -> int:
         """How many tokens a sequence may run: each of a scored prompt keeps a row of logits."""
-        scored = seq.scores_prompt and seq.num_computed < seq.prompt_len
-        return min(budget, self._scored_left) if scored else budget
+        if seq.num_computed >= seq.prompt_len or not seq.scores_prompt:
+            return budget
+        return min(budget, self._scored_left)
 
     def _count_scored(self, run: Scheduled) -> Scheduled:
         self._scored_left -= run.num_tokens if run.scores_prompt else 0
         return run
 
     def _run(self, seq: Sequence, budget: int) -> Scheduled | None:
-        budget = self._most(seq, budget)
         if budget <= 0:
             return None
-        drafts = seq.num_drafts if seq.num_uncomputed == 1 else 0
-        num_tokens = min(seq.num_uncomputed + drafts, budget)
+        start, uncomputed = seq.num_computed, seq.num_uncomputed
+        drafts = seq.num_drafts if uncomputed == 1 else 0
+        num_tokens = min(uncomputed + drafts, budget)
         drafts = min(drafts, num_tokens - 1)
-        if drafts and seq.pages.num_missing(seq.num_computed + num_tokens) > self.pool.num_free:
+        if drafts and seq.pages.num_missing(start + num_tokens) > self.pool.num_free:
             num_tokens, drafts = num_tokens - drafts, 0  # a draft is not worth a preemption
-        while not seq.pages.grow(seq.num_computed + num_tokens):
+        while not seq.pages.grow(start + num_tokens):
             youngest = self.running[-1]
             self._preempt(youngest)
             if youngest is seq:
                 return None
-        samples = num_tokens - drafts == seq.num_uncomputed
+        samples = num_tokens - drafts == uncomputed
         tree = seq.draft_parents if drafts else None
         parents = None if tree is None else tuple(tree[:drafts])
         return self._count_scored(
-            Scheduled(seq, seq.num_computed, num_tokens, drafts, samples=samples, parents=parents)
+            Scheduled(seq, start, num_tokens, drafts, samples=samples, parents=parents)
         )
 
     def _admitted(self, budget: int) -> Iterator[Scheduled]:
@@ -125,7 +126,7 @@ class Scheduler:
         One that waits for a prompt under way holds up none of those after it.
         """
         passed = 0
-        while budget > 0 and self._rows and passed < min(len(self.waiting), MOST_PASSED):
+        while self._rows and passed < min(len(self.waiting), MOST_PASSED):
             seq = self.waiting[passed]
             if seq.num_pending or self._most(seq, budget) <= 0:
                 return  # it was preempted, and the step in flight has not landed yet; or no room

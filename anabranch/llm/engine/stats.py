@@ -65,6 +65,8 @@ class EngineStats:
     num_saturated: int = 0  # elements of keys and values that a quantised cache could not hold
     num_nan_rows: int = 0  # output tokens that had a NaN among their logits
     stage_ms: dict[str, float] = field(default_factory=dict[str, float])  # sums by stage
+    # sums of what the host does beside them: "masks", and "waiting" for the device
+    host_ms: dict[str, float] = field(default_factory=dict[str, float])
     speculative: SpeculativeStats = field(default_factory=SpeculativeStats)
 
     def count_saturated(self, counter: int) -> None:
@@ -72,5 +74,12 @@ class EngineStats:
         self.num_saturated += (counter - self.num_saturated) % (1 << 32)
 
     def add_times(self, times: dict[str, float]) -> None:
-        for name, taken in times.items():
-            self.stage_ms[name] = self.stage_ms.get(name, 0.0) + taken
+        _add(times, self.stage_ms)
+
+    def add_host_times(self, times: dict[str, float]) -> None:
+        _add(times, self.host_ms)
+
+
+def _add(times: dict[str, float], sums: dict[str, float]) -> None:
+    for name, taken in times.items():
+        sums[name] = sums.get(name, 0.0) + taken

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.grammar.token_rules import num_words
-from anabranch.llm.sampling.batch import SampleBatch, TokenMasks
-from anabranch.llm.sampling.transfer import Array, Download
+from anabranch.llm.sampling.batch import Array, Download, SampleBatch, TokenMasks
 from anabranch.llm.sequences.sequence import Scheduled
 
 
@@ -35,30 +36,39 @@ def step_masks(
     places = [place for place, run in enumerate(runs) if run.seq.rules and not run.seq.finished]
     if not places:
         return StepMasks(None, {})
-    starts = _starts(batch)
-    rows = [starts[place] + row for place in places for row in range(1 + batch.num_drafts[place])]
-    words = np.full((len(rows), num_words(vocab_size)), -1, np.int32)
+    starts, sizes = _starts(batch), [1 + runs[place].num_drafts for place in places]
+    rows = [
+        starts[place] + row
+        for place, size in zip(places, sizes, strict=True)
+        for row in range(size)
+    ]
+    shape = len(rows), num_words(vocab_size)
+    on_host = torch.empty(shape, dtype=torch.int32, pin_memory=threads.pinned)
+    words = on_host.numpy()
+    words.fill(-1)  # not torch.full: its threads would wait for more, on cores that masks need
     made = drafted.wait()["drafts"] if drafted is not None else None
-    ends = np.cumsum([1 + runs[place].num_drafts for place in places]).tolist()
-    firsts = [end - 1 - runs[place].num_drafts for place, end in zip(places, ends, strict=True)]
+    firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
     rules = [rule for place in places if (rule := runs[place].seq.rules)]
-    states = [(rule.state, first) for rule, first in zip(rules, firsts, strict=True) if rule.state]
+    states = [rule.state for rule in rules]
     try:
-        at_once = threads.fill(states, words)
+        made_at = [(state, row) for state, row in zip(states, firsts, strict=True) if state]
+        at_once = threads.fill(made_at, words)
     except Exception:  # of whichever request: each is asked by itself then
         at_once = False
     errors = dict[str, Exception]()
-    for place, rule, first, end in zip(places, rules, firsts, ends, strict=True):
+    for place, rule, state, first, size in zip(places, rules, states, firsts, sizes, strict=True):
         run = runs[place]
         drafts = run.seq.drafts if made is None else made[place].tolist()
-        first_made = at_once and rule.state is not None
         try:
             rule.fill(
-                words[first:end], drafts[: run.num_drafts], run.draft_parents, first_made=first_made
+                words[first : first + size],
+                drafts[: run.num_drafts],
+                run.draft_parents,
+                first_made=at_once and state is not None,
             )
         except Exception as error:  # of this request alone
             errors[run.seq.request_id] = error
-    return StepMasks(TokenMasks(np.array(rows, np.int64), words), errors)
+    return StepMasks(TokenMasks(np.array(rows, np.int64), on_host), errors)
 
 
 def _starts(batch: SampleBatch) -> Array:

@@ -28,7 +28,7 @@ LIMITS: dict[str, Any] = {
 # Copies of a matcher share its lexer, which one thread at a time can use. Another matcher has its
 # own, and learns the states of the text anew.
 SEQUENCES_A_LEXER = 4  # until there are as many lexers as there may be
-MAX_LEXERS = 16  # and three of four cores
+MAX_LEXERS = 16  # and cores
 
 
 class CompiledGrammar:
@@ -57,7 +57,7 @@ class GrammarCompiler:
     def __init__(self, tokenizer: Any | None, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
         self._eos_ids = sorted(eos_ids)
-        self._max_lexers = max(min(len(os.sched_getaffinity(0)) * 3 // 4, MAX_LEXERS), 1)
+        self._max_lexers = min(len(os.sched_getaffinity(0)), MAX_LEXERS)
         self._tokens: Any | None = None  # as llguidance has them; made for the first grammar
         self._lock = threading.Lock()
         self._kept: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()

@@ -55,6 +55,11 @@ class TokenRules:
         return len(drafts) if self._grammar is None else self._grammar.num_valid(drafts)
 
     @property
+    def _has_lists(self) -> bool:
+        """Whether more than a grammar decides."""
+        return self._allowed is not None or self._bad_words is not None
+
+    @property
     def state(self) -> GrammarState | None:
         """Of the grammar, if there is one and something can follow."""
         return None if self._grammar is None or self._grammar.over else self._grammar
@@ -72,14 +77,14 @@ class TokenRules:
         `parents` of drafts are earlier drafts, or -1. What cannot be reached is left as it is. With
         `first_made` the grammar's part of the first mask is there already.
         """
-        began = time.thread_time()  # not the wall clock: others may have the core
         if first_made and self._grammar is not None:
             self._grammar.check()
+            if not (drafts or self._has_lists):
+                return  # a grammar alone always leaves a token
+        began = time.thread_time()  # not the wall clock: others may have the core
         self._fill(masks[0], (), made=first_made)
         if not masks[0].any():
             raise GrammarError("no token may follow: the grammar, bad_words and allowed_token_ids")
-        if first_made and not drafts:
-            return
         walk = _Walk(self._grammar)
         for place, path in enumerate(draft_paths(drafts, parents)):
             if walk.go(path) and not self.over:

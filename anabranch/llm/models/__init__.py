@@ -1,7 +1,7 @@
 """Where models come from: transformers directories, GGUF files, a hub, or random weights."""
 
+from anabranch.llm.models.fetched_models import smollm2_directory
 from anabranch.llm.models.load import Activations, LoadedModel, load_model
-from anabranch.llm.models.memory import check_fits
-from anabranch.llm.models.smollm2 import smollm2_directory
+from anabranch.llm.models.model_config import check_fits
 
 __all__ = ["Activations", "LoadedModel", "check_fits", "load_model", "smollm2_directory"]

@@ -1,28 +1,35 @@
-"""Transformers directories: configuration, safetensors and tokenizer."""
+"""Transformers directories: configuration, safetensors and tokenizer, read and written."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+import json
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
-from anabranch.llm.models.empty import num_weight_bytes
-from anabranch.llm.models.memory import check_fits
-from anabranch.llm.models.model_config import default_dtype, read_config, scheme_of
+from anabranch.llm.models.model_config import (
+    check_fits,
+    default_dtype,
+    num_weight_bytes,
+    read_config,
+    scheme_of,
+)
 from anabranch.llm.models.quantised_model import load_quantised
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+SHARD_BYTES = 4 * 2**30
 
 
 def load_weights(
@@ -86,7 +93,6 @@ def load_tokenizer(directory: Path) -> Tokenizer | None:
 
 
 def config_file(directory: Path) -> Path:
-    """The config.json of a directory."""
     path = directory / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{directory} has no config.json: it is no transformers directory")
@@ -113,3 +119,32 @@ def _without_progress_bars() -> Generator[None]:
     finally:
         if enabled:
             logging.enable_progress_bar()
+
+
+def save_weights(weights: Iterable[tuple[str, torch.Tensor]], directory: Path) -> None:
+    """Safetensors in shards, of which no more than one is in memory at a time."""
+    places: dict[str, str] = {}
+    total = 0
+    for number, shard in enumerate(_shards(weights), 1):
+        file = f"model-{number:05}.safetensors"
+        save_file(shard, directory / file, metadata={"format": "pt"})
+        places |= dict.fromkeys(shard, file)
+        total += sum(weight.nbytes for weight in shard.values())
+    files = sorted(set(places.values()))
+    if len(files) == 1:
+        (directory / files[0]).rename(directory / "model.safetensors")
+        return
+    index = {"metadata": {"total_size": total}, "weight_map": places}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+
+
+def _shards(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    held = 0
+    for name, weight in weights:
+        if shard and held + weight.nbytes > SHARD_BYTES:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = weight
+        held += weight.nbytes
+    yield shard

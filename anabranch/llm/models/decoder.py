@@ -1,8 +1,8 @@
-"""Decoder layers on a CPU by two calls of a kernel and attention between them."""
+"""Decoder layers on a CPU: one by two calls of a kernel, or all of a step in one call."""
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -12,16 +12,14 @@ from transformers import AttentionInterface
 
 from anabranch.kernels.cpu.decoder import (
     AttentionWeights,
+    LayerRun,
     OutputWeights,
+    RunLayer,
     layer_inputs,
     layer_outputs,
 )
-from anabranch.llm.models.decoder_run import DecoderRun, can_run
-from anabranch.llm.models.gated import GatedMLP
-from anabranch.llm.models.join import JoinedLinears
-from anabranch.llm.models.norm import CpuRMSNorm
-from anabranch.llm.models.packed_linear import PackedLinear
-from anabranch.llm.models.packed_weight import exact_products
+from anabranch.llm.models.cpu_layers import CpuRMSNorm, PackedLinear, agrees, exact_products
+from anabranch.llm.models.fused_projections import GatedMLP, JoinedLinears
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
 RECORDER = "anabranch_recorder"
@@ -47,15 +45,13 @@ class CpuDecoderLayer(nn.Module):
 
     @property
     def attention(self) -> Any:
-        """The attention module of the layer."""
         return self._attention[0]
 
     def join(self, run: DecoderRun, index: int) -> None:
-        """Become a layer of a run."""
         self._run, self._index = run, index
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the layer would give; whatever is unusual, it gives itself."""
+        """What the layer would give; unusual inputs go to the layer itself."""
         if self._run is not None and self._run.passes(hidden_states, self._index):
             return hidden_states
         rotary = cast("Rotary | None", kwargs.get("position_embeddings"))
@@ -97,8 +93,68 @@ class CpuDecoderLayer(nn.Module):
         return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
 
 
+class DecoderRun:
+    """Layers that follow each other, each reading what the one before it wrote.
+
+    The first one runs all of them; the others, given what it returned, return that. Whether a
+    model calls them so, with nothing in between, is seen from a pass in which each ran itself.
+    """
+
+    def __init__(self, layers: Sequence[CpuDecoderLayer]) -> None:
+        self._layers = layers
+        self._run = LayerRun([_run_layer(layer) for layer in layers])
+        self._before: torch.Tensor | None = None  # what the layer before returned
+        self._followed = 0  # layers of this pass that read it
+        self._is_chain = False
+        self._result: torch.Tensor | None = None
+
+    def passes(self, x: torch.Tensor, index: int) -> bool:
+        """Whether a layer is given what the run returned, and has nothing left to do."""
+        passed = index > 0 and x is self._result
+        if passed and index + 1 == len(self._layers):
+            self._result = None
+        return passed
+
+    def observe(self, x: torch.Tensor, y: torch.Tensor, index: int) -> None:
+        """Note that a layer computed y from x by itself."""
+        self._followed = self._followed + 1 if index and x is self._before else int(not index)
+        last = index + 1 == len(self._layers)
+        self._is_chain |= last and self._followed == len(self._layers)
+        self._before = None if last else y
+
+    def __call__(
+        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
+    ) -> torch.Tensor | None:
+        """The last layer's output for x [1, num_tokens, hidden]; None where layers run singly."""
+        if not self._is_chain:
+            return None
+        attentions = [layer.attention for layer in self._layers]
+        functions: Any = AttentionInterface()
+        function = functions[attentions[0].config._attn_implementation]
+        find = getattr(function, "paged_step", None)
+        num_heads = self._layers[0].num_heads[0]
+        step = None if find is None else find(attentions, x.shape[1], num_heads)
+        if step is None:
+            return None
+        self._result = self._run(x[0], rotary[0], rotary[1], step)[None]
+        return self._result
+
+
+def can_run(layers: Sequence[CpuDecoderLayer]) -> bool:
+    """Whether one call can run all of these: layers of the same sizes, without a softcap."""
+    sizes = {(x.num_heads, x.weights[0][4:], x.weights[1].inner) for x in layers}
+    return len(layers) > 1 and len(sizes) == 1 and all("softcap" not in x.arguments for x in layers)
+
+
+def _run_layer(layer: CpuDecoderLayer) -> RunLayer:
+    before, after = layer.weights
+    scale = layer.arguments.get("scaling")
+    window = cast("int | None", layer.arguments.get("sliding_window"))
+    return RunLayer(before, after, before.head_dim**-0.5 if scale is None else scale, window)
+
+
 def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeights]:
-    """How many heads read and are read, and the weights before and after attention."""
+    """The numbers of query and kv heads, and the weights before and after attention."""
     attention, mlp = layer.self_attn, layer.mlp
     joined, dim = attention.joined_q_proj, attention.head_dim
     norms = layer.input_layernorm, layer.post_attention_layernorm
@@ -174,10 +230,8 @@ def _fused(layer: nn.Module) -> CpuDecoderLayer | None:
             actual = fused(x, **inputs)
     except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
         return None  # it takes more than an input, or has other parts
-    if not isinstance(expected, torch.Tensor) or expected.shape != actual.shape:
-        return None
-    agree = (expected - actual).abs().max() <= TOLERANCE * expected.abs().max()
-    return fused if agree and arguments.keys() <= PASSED else None
+    same = agrees(expected, actual, TOLERANCE)
+    return fused if same and arguments.keys() <= PASSED else None
 
 
 @contextmanager

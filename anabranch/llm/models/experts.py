@@ -37,19 +37,6 @@ def mix_experts(
     gate_up  [num_experts, 2 n, k], gate before up
     down     [num_experts, k, n]
     """
-    _check(x, experts, weights, gate_up, down)
-    if torch.compiler.is_compiling():
-        return torch.ops.anabranch.mix_experts(x, experts, weights, gate_up, down)
-    return _mix(x, experts, weights, gate_up, down)
-
-
-def _check(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-) -> None:
     sizes = Sizes()
     sizes.match("down", down, "num_experts k n")
     sizes.bind("2n", 2 * down.shape[2], "down")
@@ -64,6 +51,9 @@ def _check(
         check_device(name, weight, x.device)
         if not weight.is_contiguous():
             raise ValueError(f"{name} must be contiguous, got strides {weight.stride()}")
+    if torch.compiler.is_compiling():
+        return torch.ops.anabranch.mix_experts(x, experts, weights, gate_up, down)
+    return _mix(x, experts, weights, gate_up, down)
 
 
 def _mix(
@@ -146,7 +136,7 @@ def use_experts(model: PreTrainedModel) -> bool:
 
 
 def is_on_gpu(model: nn.Module) -> bool:
-    """Where a model's weights are."""
+    """Whether a model's weights are on a GPU."""
     return next(model.parameters()).is_cuda
 
 
@@ -173,15 +163,7 @@ def _is_plain(module: Any) -> bool:
     )
 
 
-@torch.library.custom_op("anabranch::mix_experts", mutates_args=())
-def _mix_experts_op(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-) -> torch.Tensor:
-    return _mix(x, experts, weights, gate_up, down)
+_mix_experts_op = torch.library.custom_op("anabranch::mix_experts", _mix, mutates_args=())
 
 
 @_mix_experts_op.register_fake  # pyright: ignore[reportUnknownMemberType]

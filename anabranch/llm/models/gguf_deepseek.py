@@ -11,7 +11,7 @@ import gguf
 import torch
 from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
-from anabranch.llm.models.gguf_metadata import GGUFModel, decimal, tensor_values
+from anabranch.llm.models.gguf_metadata import GGUFModel, decimal, special_ids, tensor_values
 
 ARCHITECTURE = "deepseek2"
 SIGMOID = gguf.ExpertGatingFuncType.SIGMOID  # how V3 scores experts; V2 has a softmax
@@ -75,10 +75,8 @@ def deepseek_config(model: GGUFModel) -> PreTrainedConfig:
         "rms_norm_eps": decimal(model.shape("attention.layer_norm_rms_epsilon")),
         "rope_parameters": _rope_parameters(model),
         "tie_word_embeddings": "output.weight" not in model.tensors,
-        "bos_token_id": model.get("tokenizer.ggml.bos_token_id"),
-        "eos_token_id": model.get("tokenizer.ggml.eos_token_id"),
-        "pad_token_id": model.get("tokenizer.ggml.padding_token_id"),
         "dtype": torch.bfloat16,
+        **special_ids(model),
     }
     if is_v3:
         options["num_nextn_predict_layers"] = 0

@@ -10,7 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
+from gguf.quants import dequantize
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -19,14 +22,23 @@ from transformers import (
     PreTrainedModel,
 )
 
+from anabranch.kernels.cpu.linear import F32, WeightPart, pack
+from anabranch.kernels.cpu.tiles import TILES, pack_tiles
+from anabranch.llm.models.checkpoint import save_weights
+from anabranch.llm.models.fetched_models import CONVERSION, Progress, make_once
 from anabranch.llm.models.gguf_deepseek import ARCHITECTURE, deepseek_config, deepseek_weights
-from anabranch.llm.models.gguf_llama import is_plain_llama, llama_config, llama_weights
-from anabranch.llm.models.gguf_metadata import GGUFModel, open_gguf
-from anabranch.llm.models.gguf_rows import GGUFRows
+from anabranch.llm.models.gguf_llama import (
+    halves_from_pairs,
+    is_plain_llama,
+    llama_config,
+    llama_weights,
+)
+from anabranch.llm.models.gguf_metadata import GGUFModel, open_gguf, special_ids, tensor_values
 from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer, has_known_words
-from anabranch.llm.models.packed_file import PLAIN, KeptWeight, write_packed
-from anabranch.llm.models.store import CONVERSION, Progress, make_once
-from anabranch.llm.models.weight_shards import save_weights
+from anabranch.llm.models.packed_model import PLAIN, KeptWeight, write_packed
+
+HEADS = ("attention.head_count", "attention.head_count_kv")
+Key = tuple[tuple[int, ...], bytes]
 
 
 def gguf_directory(path: Path, *, packed: bool = False, progress: Progress | None = None) -> Path:
@@ -80,12 +92,10 @@ def _kept_weights(
 
 
 def _generation_config(model: GGUFModel) -> GenerationConfig:
-    ends = [model.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
-    return GenerationConfig(
-        bos_token_id=model.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=list(dict.fromkeys(end for end in ends if end is not None)) or None,
-        pad_token_id=model.get("tokenizer.ggml.padding_token_id"),
-    )
+    ids = special_ids(model)
+    ends = [ids["eos_token_id"], model.get("tokenizer.ggml.eot_token_id")]
+    ids["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None)) or None
+    return GenerationConfig(**ids)
 
 
 def _convert_by_transformers(
@@ -117,3 +127,67 @@ def _own_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
         if weight.data_ptr() not in seen:
             seen.add(weight.data_ptr())
             yield name, weight
+
+
+class GGUFRows:
+    """The matrices of a file, so that converted weights can be kept as the file has them.
+
+    A conversion renames tensors and moves rows. Instead of repeating its rules, a weight is looked
+    for by its values: a tensor of the same shape that has them, in the file's order or in that of
+    rotated halves. What is not found, having been computed from several tensors, stays floats.
+    """
+
+    def __init__(self, model: GGUFModel) -> None:
+        counts = [model.shape(name, 1) for name in HEADS]  # lists where layers differ
+        self._heads = sorted({count for count in counts if isinstance(count, int)})
+        self._tensors: dict[Key, list[gguf.ReaderTensor]] = {}
+        for tensor in model.tensors.values():
+            shape = tuple(int(size) for size in reversed(tensor.shape))
+            if len(shape) == 2 and all(shape):
+                self._tensors.setdefault((shape, _first_row(tensor)), []).append(tensor)
+
+    def find(self, weight: torch.Tensor) -> WeightPart | None:
+        """A weight [n, k] packed for kernels in the format of its file."""
+        if weight.ndim != 2 or not weight.numel():
+            return None
+        key = (tuple(weight.shape), _key(weight[0]))
+        for tensor in self._tensors.get(key, []):
+            order = self._order(tensor, weight)
+            if order is not None:
+                return _pack(tensor, order, weight)
+        return None
+
+    def _order(self, tensor: gguf.ReaderTensor, weight: torch.Tensor) -> torch.Tensor | None:
+        values = tensor_values(tensor).to(weight.dtype)
+        for order in self._orders(len(weight)):
+            if torch.equal(values[order], weight):
+                return order
+        return None
+
+    def _orders(self, n: int) -> Iterator[torch.Tensor]:
+        rows = torch.arange(n)
+        yield rows
+        for heads in self._heads:
+            if n % (2 * heads) == 0:
+                yield halves_from_pairs(rows[:, None], heads)[:, 0]
+
+
+def _first_row(tensor: gguf.ReaderTensor) -> bytes:
+    row: Any = tensor.data[:1]
+    if tensor.tensor_type == gguf.GGMLQuantizationType.BF16:
+        return _key(torch.from_numpy(np.array(row)).view(torch.bfloat16).flatten())
+    return _key(torch.from_numpy(np.array(dequantize(row, tensor.tensor_type))).flatten())
+
+
+def _key(row: torch.Tensor) -> bytes:
+    """In 16 bits, which some conversions round to."""
+    return row.detach().half().numpy().tobytes()
+
+
+def _pack(tensor: gguf.ReaderTensor, order: torch.Tensor, weight: torch.Tensor) -> WeightPart:
+    name, (n, k) = tensor.tensor_type.name, weight.shape
+    kind = TILES.get(name)
+    if kind is None or k % kind.span:
+        return WeightPart(F32, n, pack(weight.float()))
+    raw = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(n, -1)
+    return WeightPart(name, n, torch.from_numpy(pack_tiles(raw[order.numpy()], kind, k)))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from anabranch.llm.models.gguf_metadata import GGUFModel, decimal, tensor_values
+from anabranch.llm.models.gguf_metadata import GGUFModel, decimal, special_ids, tensor_values
 
 NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -40,7 +40,6 @@ def is_plain_llama(model: GGUFModel) -> bool:
 
 
 def llama_config(model: GGUFModel) -> LlamaConfig:
-    """The configuration of a Llama model."""
     num_heads, hidden_size = model.shape("attention.head_count"), model.shape("embedding_length")
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
@@ -55,10 +54,8 @@ def llama_config(model: GGUFModel) -> LlamaConfig:
         rms_norm_eps=decimal(model.shape("attention.layer_norm_rms_epsilon")),
         rope_parameters=_rope_parameters(model),
         tie_word_embeddings="output.weight" not in model.tensors,
-        bos_token_id=model.get("tokenizer.ggml.bos_token_id"),
-        eos_token_id=model.get("tokenizer.ggml.eos_token_id"),
-        pad_token_id=model.get("tokenizer.ggml.padding_token_id"),
         dtype=torch.float32,
+        **special_ids(model),
     )
 
 

@@ -25,7 +25,6 @@ class GGUFModel:
 
     @property
     def architecture(self) -> str:
-        """The name of the architecture, such as "llama"."""
         return self.required("general.architecture")
 
     def required(self, key: str) -> Any:
@@ -35,7 +34,6 @@ class GGUFModel:
         return self.metadata[key]
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of `key`, or `default`."""
         return self.metadata.get(key, default)
 
     def shape(self, name: str, default: Any = None) -> Any:
@@ -55,6 +53,12 @@ def open_gguf(path: Path) -> GGUFModel:
     except (ValueError, IndexError, KeyError, OverflowError, struct.error, UnicodeError) as error:
         raise ValueError(f"{path} is damaged or cut short: {error}") from error
     return GGUFModel(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
+
+
+def special_ids(model: GGUFModel) -> dict[str, Any]:
+    """Token ids as transformers' configurations name them."""
+    names = {"bos": "bos", "eos": "eos", "pad": "padding"}
+    return {f"{k}_token_id": model.get(f"tokenizer.ggml.{v}_token_id") for k, v in names.items()}
 
 
 def tensor_values(tensor: gguf.ReaderTensor) -> torch.Tensor:

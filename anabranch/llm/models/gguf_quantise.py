@@ -26,7 +26,7 @@ FILE_TYPES = {"q8_0": gguf.LlamaFileType.MOSTLY_Q8_0, "q4_k": gguf.LlamaFileType
 
 
 def quantise_gguf(source: Path, target: Path, kind: str, advance: Advance) -> str:
-    """Write `source` to `target` in "q8_0" or "q4_k"; a word on how."""
+    """Write `source` to `target` in "q8_0" or "q4_k"; how many tensors have which format."""
     model = open_gguf(source)
     reader: Any = gguf.GGUFReader(source)
     writer: Any = gguf.GGUFWriter(target, model.architecture)
@@ -131,7 +131,7 @@ def _solve(numbers: torch.Tensor, codes: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _divide(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """0 where the divisor is."""
+    """a / b, and 0 where b is 0."""
     return torch.where(b != 0, a / torch.where(b != 0, b, 1.0), 0.0)
 
 

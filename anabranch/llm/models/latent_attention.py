@@ -80,7 +80,6 @@ class LatentAttention(nn.Module):
 
     @property
     def up_projection(self) -> UpProjection:
-        """The weight that would expand a row."""
         return UpProjection(self.up_weight, self._dims[0])
 
     def _queries(self, x: torch.Tensor) -> torch.Tensor:

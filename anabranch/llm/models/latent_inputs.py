@@ -31,19 +31,6 @@ def latent_inputs(
     A pair to rotate is two columns side by side if `neighbours`, and otherwise one of each half.
     The first columns of all pairs are written before the second.
     """
-    _check(q, latent, cos, sin, norm)
-    if torch.compiler.is_compiling():
-        return torch.ops.anabranch.latent_inputs(q, latent, cos, sin, norm, epsilon, neighbours)
-    return _inputs(q, latent, cos, sin, norm, epsilon, neighbours)
-
-
-def _check(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    norm: torch.Tensor,
-) -> None:
     sizes = Sizes()
     sizes.match("q", q, "num_tokens num_heads head_dim")
     sizes.match("latent", latent, "num_tokens width")
@@ -61,6 +48,9 @@ def _check(
     for name, tensor in (("latent", latent), ("cos", cos), ("sin", sin), ("norm", norm)):
         check_dtype(name, tensor, FLOATS)
         check_device(name, tensor, q.device)
+    if torch.compiler.is_compiling():
+        return torch.ops.anabranch.latent_inputs(q, latent, cos, sin, norm, epsilon, neighbours)
+    return _inputs(q, latent, cos, sin, norm, epsilon, neighbours)
 
 
 def _last_contiguous(x: torch.Tensor) -> torch.Tensor:
@@ -96,17 +86,7 @@ def _inputs(
     return q_out, rows
 
 
-@torch.library.custom_op("anabranch::latent_inputs", mutates_args=())
-def _latent_inputs_op(
-    q: torch.Tensor,
-    latent: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
-    norm: torch.Tensor,
-    epsilon: float,
-    neighbours: bool,
-) -> QueriesAndRows:
-    return _inputs(q, latent, cos, sin, norm, epsilon, neighbours)
+_latent_inputs_op = torch.library.custom_op("anabranch::latent_inputs", _inputs, mutates_args=())
 
 
 @_latent_inputs_op.register_fake  # pyright: ignore[reportUnknownMemberType]

@@ -1,5 +1,7 @@
 """`load_model`: a model and its tokenizer from any of the places they come from."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+
 from __future__ import annotations
 
 import re
@@ -13,14 +15,18 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from anabranch.kernels.cpu.native import native
 from anabranch.llm.models.checkpoint import load_tokenizer, load_weights
-from anabranch.llm.models.dummy import dummy_config, dummy_model
-from anabranch.llm.models.hub import hub_directory
-from anabranch.llm.models.model_config import default_dtype
-from anabranch.llm.models.packed_file import INDEX
-from anabranch.llm.models.packed_model import load_packed
-from anabranch.llm.models.smollm2 import smollm2_directory
-from anabranch.llm.models.store import Progress
+from anabranch.llm.models.fetched_models import Progress, hub_directory, smollm2_directory
+from anabranch.llm.models.model_config import (
+    check_fits,
+    default_dtype,
+    empty_model,
+    read_config,
+    scheme_of,
+)
+from anabranch.llm.models.packed_model import INDEX, load_packed
+from anabranch.llm.models.quantised_model import plain_config, quantise_randomly
 
+CONFIGS = Path(__file__).parent / "configs"
 DUMMY = "dummy:"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -130,3 +136,43 @@ def _loaded(
 def _tell(progress: Progress | None, step: str) -> None:
     if progress:
         progress(step)
+
+
+def dummy_config(name: str) -> PreTrainedConfig:
+    """A configuration by the path of its file or directory, or by a name in `configs/`."""
+    shipped = sorted(path.stem for path in CONFIGS.glob("*.json"))
+    if name in shipped:
+        return read_config(CONFIGS / f"{name}.json")
+    path = Path(name).expanduser()
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(f"dummy:{name}: neither a config file nor one of {shipped}")
+    return read_config(path)
+
+
+def dummy_model(
+    config: PreTrainedConfig,
+    *,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    attn_implementation: str = "sdpa",
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A model with random weights as transformers initialises them, the same for a seed.
+
+    Memory is allocated on the device once; transformers' initialisation then writes every weight
+    there, and the buffers that no checkpoint holds, such as rotary frequencies. Where the
+    configuration has a format of quantised weights, GPUs get random codes of it.
+    """
+    device, scheme = torch.device(device), scheme_of(config)
+    model = empty_model(plain_config(config), dtype, attn_implementation)
+    check_fits(sum(weight.nbytes for weight in model.parameters()), device)
+    model.to_empty(device=device)
+    model.tie_weights()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        model.initialize_weights()
+        if scheme is not None and device.type == "cuda":
+            quantise_randomly(model, scheme)
+    return model

@@ -1,17 +1,18 @@
-"""The configuration of a model: read, and refused where it is not a decoder-only model."""
+"""The configuration of a model: read, checked, and made into a model without memory."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -19,6 +20,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from anabranch.llm.models.weight_scheme import WeightScheme, read_scheme
+
+GIB = 2**30
 
 
 def read_config(path: Path) -> PreTrainedConfig:
@@ -73,3 +76,35 @@ def _check_decoder_only(config: PreTrainedConfig, path: Path) -> None:
             f"{path} describes {architectures or config.model_type}: "
             "anabranch runs decoder-only models"
         )
+
+
+def empty_model(
+    config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str = "eager"
+) -> PreTrainedModel:
+    """A model on the meta device."""
+    options: Any = {"dtype": dtype, "attn_implementation": attn_implementation}
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(deepcopy(config), **options)
+
+
+def num_weight_bytes(config: PreTrainedConfig, dtype: torch.dtype) -> int:
+    """The memory of all weights, tied ones counted once."""
+    return sum(weight.nbytes for weight in empty_model(config, dtype).parameters())
+
+
+def check_fits(num_bytes: int, device: torch.device | str) -> None:
+    """Raise a ValueError where a GPU has fewer than `num_bytes` free; other devices pass."""
+    device = torch.device(device)
+    if device.type != "cuda":
+        return
+    free = free_bytes(device)
+    if num_bytes > free:
+        raise ValueError(
+            f"model needs {num_bytes / GIB:.1f} GiB, the GPU has {free / GIB:.1f} GiB free"
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the driver has free on a GPU, and what torch holds there without using it."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return torch.cuda.mem_get_info(device)[0] + unused

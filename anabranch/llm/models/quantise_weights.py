@@ -13,11 +13,9 @@ from typing import Any
 
 import torch
 
-from anabranch.llm.models.checkpoint import config_file
-from anabranch.llm.models.empty import empty_model
-from anabranch.llm.models.model_config import read_config, scheme_of
+from anabranch.llm.models.checkpoint import config_file, save_weights
+from anabranch.llm.models.model_config import empty_model, read_config, scheme_of
 from anabranch.llm.models.quantised_model import Checkpoint, linear_layers
-from anabranch.llm.models.weight_shards import save_weights
 
 GROUPS = (128, 64, 32)  # columns that share a scale of int4: the first that divides all
 LARGEST_E4M3 = 448.0
@@ -27,7 +25,7 @@ Advance = Callable[[str, int, int], None]
 
 
 def quantise_directory(source: Path, target: Path, kind: str, advance: Advance) -> str:
-    """Write the model of `source` to `target` in "fp8" or "int4"; a word on how."""
+    """Write the model of `source` to `target` in "fp8" or "int4"; the format in words."""
     config = read_config(config_file(source))
     if scheme_of(config) is not None:
         raise ValueError(f"{source} is quantised already; take the weights it was made from")

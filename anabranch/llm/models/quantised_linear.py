@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -10,40 +11,46 @@ from torch.nn import functional
 
 from anabranch.device import capability, has_overlap, num_sms, shared_memory
 from anabranch.kernels.layers.quantised_config import (
-    FEW_ROWS,
-    RUN,
     CodeConstants,
+    RowsConfig,
     fit_quantised,
     select_quantised,
+    select_rows,
 )
+from anabranch.llm.models.quantised_inputs import e4m3_product, takes_e4m3
 from anabranch.llm.models.quantised_weight import QuantisedWeight
+
+if TYPE_CHECKING:
+    from anabranch.kernels.layers.quantised_product import CodeArguments
 
 
 class QuantisedLinear(nn.Linear):
     """nn.Linear over a quantised weight, which is nowhere else.
 
     Up to 256 rows are multiplied by codes that are widened in registers. For more the weight is
-    expanded into memory of the call, unless the checkpoint's inputs are e4m3: those are quantised
-    with a scale a row from 17 rows on, where the GPU multiplies such numbers.
+    expanded into memory of the call, unless the checkpoint's inputs are e4m3: those of more than 32
+    rows are quantised, where the GPU multiplies such numbers.
     """
 
     quantised: QuantisedWeight
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """x @ weight.T + bias."""
+        return self._product(input, gated=False)
+
+    def gated(self, input: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up, where the outputs are gate before up."""
+        return self._product(input, gated=True)
+
+    def _product(self, input: torch.Tensor, *, gated: bool) -> torch.Tensor:
         held = self.quantised
         x = input if held.order is None else input[..., held.order]
         constants = held.constants
         given = x, held.words, held.scales, held.zeros, held.counters, self.bias
-        settings = constants.kind, constants.group_n, constants.group_k, held.fp8_inputs
+        settings = constants.kind, constants.group_n, constants.group_k, held.fp8_inputs, gated
         if torch.compiler.is_compiling():
             return torch.ops.anabranch.quantised_linear(*given, *settings)
         return _linear(*given, *settings)
-
-    def gated(self, input: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up, where the outputs are gate before up."""
-        gate, up = self(input).chunk(2, -1)
-        return functional.silu(gate) * up
 
     @property
     def weight(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -69,58 +76,84 @@ def _linear(
     group_n: int,
     group_k: int,
     fp8_inputs: bool,
+    gated: bool,
 ) -> torch.Tensor:
-    from anabranch.kernels.layers.expand_codes import expand_codes
-    from anabranch.kernels.layers.quantised_product import CodeArguments, quantised_product
+    from anabranch.kernels.layers.quantised_product import CodeArguments
 
-    rows, n = x.reshape(-1, x.shape[-1]), len(words)
-    (m, k), device = rows.shape, x.device
-    y = x.new_empty(m, n)
-    packed = capability(device) >= (8, 0)
-    constants = CodeConstants(kind, group_n, group_k, packed=packed)
+    rows, n = x.reshape(-1, x.shape[-1]).contiguous(), len(words)
+    constants = CodeConstants(kind, group_n, group_k, packed=capability(x.device) >= (8, 0))
     weight = CodeArguments(words, scales, zeros)
-    if not m:
-        return y.view(*x.shape[:-1], n)
-    if fp8_inputs and m > FEW_ROWS and _has_scaled(x, n):
-        y = _scaled(rows, words, scales, bias)
-        return y.view(*x.shape[:-1], n)
+    few = _few_rows(rows, constants, n)
+    if not rows.numel():
+        y = x.new_empty(len(rows), n // 2 if gated else n)
+    elif few is not None and (not gated or n % 16 == 0):
+        y = _by_rows(rows, weight, bias, constants, few, gated)
+    else:
+        if fp8_inputs and takes_e4m3(rows, n, constants):
+            y = e4m3_product(rows, words, scales, counters, bias, constants)
+        else:
+            y = _by_codes(rows, weight, counters, bias, constants)
+        y = _gate(y) if gated else y
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _few_rows(x: torch.Tensor, constants: CodeConstants, n: int) -> RowsConfig | None:
+    """Tiles of the kernel for few rows, which reads 16 bytes of a row at a time."""
+    if x.element_size() != 2 or x.shape[1] % 8 or x.data_ptr() % 16:
+        return None
+    return select_rows(constants, len(x), n, num_sms(x.device))
+
+
+def _by_rows(
+    x: torch.Tensor,
+    weight: CodeArguments,
+    bias: torch.Tensor | None,
+    constants: CodeConstants,
+    config: RowsConfig,
+    gated: bool,
+) -> torch.Tensor:
+    from anabranch.kernels.layers.quantised_rows import quantised_rows
+
+    y = x.new_empty(len(x), len(weight.words) // (2 if gated else 1))
+    config = replace(config, overlap=has_overlap(x.device))
+    quantised_rows(x, weight, bias, y, constants, config, gated=gated)
+    return y
+
+
+def _by_codes(
+    x: torch.Tensor,
+    weight: CodeArguments,
+    counters: torch.Tensor,
+    bias: torch.Tensor | None,
+    constants: CodeConstants,
+) -> torch.Tensor:
+    """By codes that are widened in registers, or by a weight that is expanded into memory."""
+    from anabranch.kernels.layers.expand_codes import expand_codes
+    from anabranch.kernels.layers.quantised_product import quantised_product
+
+    (m, k), n, device = x.shape, len(weight.words), x.device
     config = None
     if constants.has_product and x.element_size() == 2:
-        config = select_quantised(m, n, -(-k // constants.run), num_sms(device))
+        config = select_quantised(constants, m, n, k, num_sms(device))
     if config is None:
         w = x.new_empty(n, k)
         expand_codes(weight, w, constants)
-        y = functional.linear(rows, w, bias)
-    else:
-        given = shared_memory(device)[0], has_overlap(device)
-        config = fit_quantised(config, constants, shared_bytes=given[0], hopper=given[1])
-        sums = None
-        if config.splits > 1:
-            sums = torch.empty(config.splits, m, n, dtype=torch.float32, device=device)
-        rows = rows.contiguous()
-        quantised_product(rows, weight, bias, y, sums, counters, constants, config)
-    return y.view(*x.shape[:-1], n)
+        return functional.linear(x, w, bias)
+    shared_bytes, hopper = shared_memory(device)[0], has_overlap(device)
+    config = fit_quantised(config, constants, shared_bytes=shared_bytes, hopper=hopper)
+    y, sums = x.new_empty(m, n), None
+    if config.splits > 1:
+        sums = torch.empty(config.splits, m, n, dtype=torch.float32, device=device)
+    quantised_product(x, weight, bias, y, sums, counters, constants, config)
+    return y
 
 
-def _has_scaled(x: torch.Tensor, n: int) -> bool:
-    """Whether torch multiplies e4m3 by e4m3 with a scale for each row and output."""
-    return capability(x.device)[0] == 9 and x.dtype == torch.bfloat16 and n % 16 == 0
+def _gate(joined: torch.Tensor) -> torch.Tensor:
+    from anabranch.kernels.layers.gate_outputs import gate_outputs
 
-
-def _scaled(
-    x: torch.Tensor, words: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    """By torch, over inputs quantised with a scale for each row."""
-    from anabranch.kernels.layers.quantise_rows import quantise_rows
-
-    m, k = x.shape
-    codes = torch.empty(m, -(-k // RUN) * RUN // 2, dtype=torch.int16, device=x.device)
-    row_scales = torch.empty(m, dtype=torch.float32, device=x.device)
-    quantise_rows(x.contiguous(), codes, row_scales)
-    given = codes.view(torch.float8_e4m3fn), words.view(torch.float8_e4m3fn).T
-    multiply = cast("Any", torch)._scaled_mm
-    y = multiply(*given, scale_a=row_scales[:, None], scale_b=scales, out_dtype=x.dtype)
-    return y if bias is None else y + bias
+    y = joined.new_empty(len(joined), joined.shape[1] // 2)
+    gate_outputs(joined, y)
+    return y
 
 
 @torch.library.custom_op("anabranch::quantised_linear", mutates_args=())  # counters end as 0
@@ -135,10 +168,12 @@ def _quantised_linear_op(
     group_n: int,
     group_k: int,
     fp8_inputs: bool,
+    gated: bool,
 ) -> torch.Tensor:
-    return _linear(x, words, scales, zeros, counters, bias, kind, group_n, group_k, fp8_inputs)
+    given = x, words, scales, zeros, counters, bias
+    return _linear(*given, kind, group_n, group_k, fp8_inputs, gated)
 
 
 @_quantised_linear_op.register_fake  # pyright: ignore[reportUnknownMemberType]
-def _(x: torch.Tensor, words: torch.Tensor, *_: object) -> torch.Tensor:
-    return x.new_empty(*x.shape[:-1], words.shape[0])
+def _(x: torch.Tensor, words: torch.Tensor, *settings: object) -> torch.Tensor:
+    return x.new_empty(*x.shape[:-1], words.shape[0] // (2 if settings[-1] else 1))

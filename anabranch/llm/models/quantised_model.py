@@ -18,8 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
-from anabranch.llm.models.empty import empty_model
-from anabranch.llm.models.memory import check_fits
+from anabranch.llm.models.model_config import check_fits, empty_model
 from anabranch.llm.models.quantised_linear import set_quantised
 from anabranch.llm.models.quantised_tensors import is_quantised, read_codes
 from anabranch.llm.models.quantised_weight import FP8, INT4, Codes, QuantisedWeight
@@ -245,6 +244,8 @@ def draw_codes(scheme: WeightScheme, n: int, k: int, *, device: torch.device) ->
     group_n, group_k = scheme.group_n, scheme.group_k or k
     scales = torch.rand(-(-n // group_n), -(-k // group_k), device=device)
     scales = size * (scales + 0.5)
+    if scheme.kind == INT4:
+        scales = scales.bfloat16()
     return Codes(scheme.kind, codes, scales, group_n=group_n, group_k=scheme.group_k)
 
 

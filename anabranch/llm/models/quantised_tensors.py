@@ -120,7 +120,8 @@ def _packed(tensors: Tensors, n: int, k: int) -> Codes:
     codes = _unpacked(packed, bits)[:, :k]
     zeros = tensors.get("weight_zero_point")
     if zeros is not None and zeros.dtype == torch.int8:  # a zero a byte, without the offset
-        zeros = _expect("weight_zero_point", zeros, torch.int8, n, groups).float() + 2 ** (bits - 1)
+        zeros = _expect("weight_zero_point", zeros, torch.int8, n, groups)
+        zeros = zeros.to(torch.int16) + 2 ** (bits - 1)
     elif zeros is not None:
         words = _expect("weight_zero_point", zeros, torch.int32, -(-n // (32 // bits)), groups)
         zeros = _unpacked(words.T.contiguous(), bits)[:, :n].T
@@ -128,7 +129,7 @@ def _packed(tensors: Tensors, n: int, k: int) -> Codes:
     codes = codes.contiguous() if order is None else codes[:, order]
     if bits == 4:
         return Codes(INT4, codes, scales, zeros, order, group_k=group_k)
-    signed = None if zeros is None else zeros.float() - 128
+    signed = None if zeros is None else (zeros.to(torch.int16) - 128).to(torch.int8)
     return Codes(INT8, codes ^ 0x80, scales, signed, order, group_k=group_k)
 
 

@@ -45,7 +45,9 @@ class QuantisedWeight(nn.Module):
         whole = given.group_k is None or given.group_k >= self.k
         group_k = -(-self.k // RUN) * RUN if whole else cast("int", given.group_k)
         self.constants = CodeConstants(given.kind, given.group_n, group_k, packed=False)
-        self.fp8_inputs = fp8_inputs and given.kind == FP8 and whole and given.group_n == 1
+        by_row = whole and given.group_n == 1
+        by_block = given.group_n == group_k == RUN and self.k % (4 * RUN) == 0  # torch's product
+        self.fp8_inputs = fp8_inputs and given.kind == FP8 and (by_row or by_block)
         groups = -(-self.n // given.group_n), -(-self.k // group_k)
         for name, values in (("scales", given.scales), ("zeros", given.zeros)):
             if values is not None and values.shape != groups:
@@ -54,9 +56,14 @@ class QuantisedWeight(nn.Module):
                     f"{given.group_n} x {given.group_k or self.k}, got {list(values.shape)}"
                 )
         self.words = _fixed(pack_codes(given.codes, self.constants))
-        self.scales = _fixed(given.scales.float().T.contiguous())
-        zeros = given.zeros
-        self.zeros = None if zeros is None else _fixed(zeros.float().T.contiguous())
+        scales, zeros = given.scales, given.zeros
+        if scales.itemsize != 2 or groups[1] == 1:  # those of groups stay as short as they are
+            scales = scales.float()
+        self.scales = _fixed(scales.T.contiguous())
+        if zeros is not None:
+            whole_zeros = not zeros.is_floating_point()  # all are within int8
+            zeros = _fixed(zeros.to(torch.int8 if whole_zeros else torch.float32).T.contiguous())
+        self.zeros = zeros
         self.order = None if given.order is None else _fixed(given.order)
         counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.words.device)
         self.register_buffer("counters", counters, persistent=False)
@@ -87,7 +94,8 @@ class QuantisedWeight(nn.Module):
         """What weights have in common whose outputs can be put after each other."""
         order = None if self.order is None else self.order.cpu().numpy().tobytes()
         alone = self if self.n % self.constants.group_n else None  # it ends within a group
-        held = self.k, self.dtype, self.constants, self.zeros is None
+        kinds = self.scales.dtype, None if self.zeros is None else self.zeros.dtype
+        held = self.k, self.dtype, self.constants, *kinds
         return *held, order, self.fp8_inputs, alone
 
 

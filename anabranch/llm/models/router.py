@@ -5,7 +5,7 @@ Nothing is read on the host, so a captured graph routes anew at each replay.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -138,41 +138,35 @@ class SoftmaxRouter(DeepseekV2TopkRouter):
     """DeepSeek-V2's router by one launch."""
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
-        """As transformers' router, without logits; experts are int32."""
-        own: Any = self
-        limited = own.topk_method == LIMITED
-        experts, weights = route_experts(
-            hidden_states.reshape(-1, own.hidden_dim),
-            own.weight,
-            None,
-            own.counters,
-            top_k=own.top_k,
-            num_groups=own.num_group if limited else 1,
-            top_groups=own.topk_group if limited else 1,
-            scale=float(own.routed_scaling_factor),
-        )
-        return None, weights, experts
+        limited = cast("Any", self).topk_method == LIMITED
+        return _route_by(self, hidden_states, None, limited=limited)
 
 
 class SigmoidRouter(DeepseekV3TopkRouter):
     """DeepSeek-V3's router by one launch."""
 
     def forward(self, hidden_states: torch.Tensor) -> Any:
-        """As transformers' router, without logits; experts are int32."""
         own: Any = self
-        experts, weights = route_experts(
-            hidden_states.reshape(-1, own.hidden_dim),
-            own.weight,
-            own.e_score_correction_bias,
-            own.counters,
-            top_k=own.top_k,
-            num_groups=own.num_group,
-            top_groups=own.topk_group,
-            sigmoid=True,
-            normalised=own.norm_topk_prob,
-            scale=float(own.routed_scaling_factor),
-        )
-        return None, weights, experts
+        options: Any = {"sigmoid": True, "normalised": own.norm_topk_prob}
+        return _route_by(self, hidden_states, own.e_score_correction_bias, **options)
+
+
+def _route_by(
+    router: Any, x: torch.Tensor, bias: torch.Tensor | None, *, limited: bool = True, **options: Any
+) -> tuple[None, torch.Tensor, torch.Tensor]:
+    """What transformers' routers return, without logits; experts are int32."""
+    experts, weights = route_experts(
+        x.reshape(-1, router.hidden_dim),
+        router.weight,
+        bias,
+        router.counters,
+        top_k=router.top_k,
+        num_groups=router.num_group if limited else 1,
+        top_groups=router.topk_group if limited else 1,
+        scale=float(router.routed_scaling_factor),
+        **options,
+    )
+    return None, weights, experts
 
 
 ROUTERS: dict[type[nn.Module], type[nn.Module]] = {
@@ -198,22 +192,9 @@ def _is_known(module: nn.Module) -> bool:
     return type(module) in ROUTERS and getattr(module, "topk_method", GREEDY) in (GREEDY, LIMITED)
 
 
-@torch.library.custom_op("anabranch::route_experts", mutates_args=())
-def _route_experts_op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    counters: torch.Tensor | None,  # written, but left as they were
-    top_k: int,
-    num_groups: int,
-    top_groups: int,
-    sigmoid: bool,
-    normalised: bool,
-    scale: float,
-) -> Routed:
-    return _route(
-        x, weight, bias, counters, top_k, num_groups, top_groups, sigmoid, normalised, scale
-    )
+_route_experts_op = torch.library.custom_op(
+    "anabranch::route_experts", _route, mutates_args=()
+)  # counters are written, and left as they were
 
 
 @_route_experts_op.register_fake  # pyright: ignore[reportUnknownMemberType]

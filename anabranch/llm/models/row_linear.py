@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 from anabranch.device import has_overlap
+from anabranch.kernels.cpu.native import native
 from anabranch.kernels.layers.linear_config import LinearConfig, fit_linear, select_linear
+from anabranch.llm.models.cpu_layers import pack_layers
 from anabranch.shapes import Sizes, check_device, check_dtype
 
 
@@ -99,9 +102,7 @@ def _gated_linear(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return y.view(*x.shape[:-1], -1)
 
 
-@torch.library.custom_op("anabranch::linear", mutates_args=())
-def _linear_op(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return _linear(x, w, bias)
+_linear_op = torch.library.custom_op("anabranch::linear", _linear, mutates_args=())
 
 
 @_linear_op.register_fake  # pyright: ignore[reportUnknownMemberType]
@@ -110,11 +111,36 @@ def _(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tens
     return x.new_empty(*x.shape[:-1], w.shape[0])
 
 
-@torch.library.custom_op("anabranch::gated_linear", mutates_args=())
-def _gated_linear_op(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-    return _gated_linear(x, w)
+_gated_linear_op = torch.library.custom_op(
+    "anabranch::gated_linear", _gated_linear, mutates_args=()
+)
 
 
 @_gated_linear_op.register_fake  # pyright: ignore[reportUnknownMemberType]
 def _(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*x.shape[:-1], w.shape[0] // 2)
+
+
+class RowLinear(nn.Linear):
+    """nn.Linear on a GPU: one row by the library's own product."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return linear(input, self.weight, self.bias)
+
+
+def use_row_linear(model: nn.Module) -> int:
+    """Let plain linear layers of a model use what is fast on their device, in place; how many."""
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    on_gpu = [x for x in layers if x.weight.is_cuda and x.weight.itemsize == 2]
+    on_cpu = [
+        layer
+        for layer in layers
+        if layer.weight.device.type == "cpu" and layer.weight.dtype == torch.float32
+    ]
+    for layer in on_gpu:
+        layer.__class__ = RowLinear
+    if native() is None:
+        on_cpu = []  # torch's products
+    if on_cpu:
+        pack_layers(model, on_cpu)
+    return len(on_gpu) + len(on_cpu)

@@ -87,7 +87,8 @@ def _read_fp8(settings: dict[str, Any], where: object) -> WeightScheme:
     if blocks is None:
         return WeightScheme("fp8", FP8, fp8_inputs=True, ignored=tuple(ignored))
     group_n, group_k = blocks
-    return WeightScheme("fp8", FP8, int(group_n), int(group_k), ignored=tuple(ignored))
+    size = int(group_n), int(group_k)
+    return WeightScheme("fp8", FP8, *size, fp8_inputs=True, ignored=tuple(ignored))
 
 
 def _read_awq(settings: dict[str, Any], where: object) -> WeightScheme:
@@ -142,7 +143,8 @@ def _read_group(group: dict[str, Any], default: str | None, where: object) -> We
         return WeightScheme("compressed-tensors", kind, group_k=size)
     if strategy == "block":
         group_n, group_k = weights["block_structure"]
-        return WeightScheme("compressed-tensors", kind, int(group_n), int(group_k))
+        size = int(group_n), int(group_k)
+        return WeightScheme("compressed-tensors", kind, *size, fp8_inputs=fp8_inputs)
     raise _refusal(where, f"by compressed-tensors with the strategy {strategy!r}")
 
 

@@ -110,7 +110,7 @@ class Followers:
         dist.destroy_process_group()
 
     def _await(self, store: Any) -> None:
-        """Until all have come to the meeting; a group cannot be left while it is being joined."""
+        """Wait until all have arrived; a group cannot be left while it is being joined."""
         names = [_arrival(rank) for rank, _ in enumerate(self._processes, 1)]
         while names and not store.check(names):
             for rank, process in enumerate(self._processes, 1):
@@ -162,7 +162,7 @@ def _run_follower(
 
 
 def _arrival(rank: int) -> str:
-    """The key of the store that says that a rank has come."""
+    """The store's key for the arrival of a rank."""
     return f"rank {rank}"
 
 

@@ -44,7 +44,6 @@ class SummedLinear(nn.Module):
         self._group, self._number = ranks.group, _groups.index(ranks.group)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole output, from this rank's inputs."""
         out = self.linear(x[..., self._taken]).contiguous()
         if torch.compiler.is_compiling():
             out = cast("torch.Tensor", torch.ops.anabranch.sum_over_ranks(out, self._number))

@@ -1,13 +1,29 @@
-"""CUDA graphs of whole steps, one for each shape that a step may have."""
+"""CUDA graphs of whole steps, one for each shape that a step may have, and the choice among them.
+
+Decodes attend to all they have, to shared pages once, or to chosen pages: each way has graphs of
+its own, so that one that a step does not need costs it nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
-from anabranch.llm.runner.step_layout import WHOLE, DecodeWay, Scorer
+from anabranch.llm.runner.shared_prefixes import LEVELS, SharedPrefixes
+from anabranch.llm.runner.sparse_decode import SparseDecode
+from anabranch.llm.runner.step import Step
+from anabranch.llm.runner.step_layout import (
+    SHORT,
+    WHOLE,
+    DecodeWay,
+    Scorer,
+    StepLayout,
+    short_first,
+)
+from anabranch.llm.sequences.sequence import Scheduled
 
 WARM_UPS = 2  # the first compiles kernels, the second sees them compiled
 Progress = Callable[[str, int, int], None]  # what, done, of
@@ -103,3 +119,69 @@ class Graphs(Generic[Key]):
         graph, output = self._graphs[key]
         graph.replay()
         return output
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """A prepared step. Small arrays only, so it can be sent to another process."""
+
+    layout: StepLayout
+    key: GraphKey | PromptKey | None  # None: no graph fits, the model is called
+    way: DecodeWay = WHOLE
+
+    @property
+    def reads_unseen(self) -> bool:
+        """Whether some token is known on rank 0's device only."""
+        return bool((self.layout.sources >= 0).any())
+
+
+@dataclass(slots=True)
+class StepChoice:
+    """The ways that an engine was built for."""
+
+    prefixes: SharedPrefixes | None = None  # None: every sequence is attended to apart
+    sparse: SparseDecode | None = None  # None: decodes attend to all of a context
+
+    @property
+    def most_short(self) -> int:
+        """Tokens of a run up to which it is attended to like a decode; with `sparse`, one."""
+        return SHORT if self.sparse is None else 1
+
+    def in_order(self, step: list[Scheduled]) -> list[Scheduled]:
+        """Sequences with few queries first, those that share leading pages side by side."""
+        ordered = step if self.prefixes is None else self.prefixes.order(step)
+        return short_first(ordered, self.most_short)
+
+    def way(self, step: Sequence[Scheduled]) -> DecodeWay:
+        """For the sequences of a step that have few queries."""
+        lengths = (run.start + 1 for run in step if run.num_tokens == 1)
+        if self.sparse is not None and self.sparse.needed(max(lengths, default=0)):
+            return DecodeWay(selects=True)
+        return DecodeWay(0 if self.prefixes is None else self.prefixes.levels(step))
+
+    def equip(self, step: Step) -> None:
+        """Give a step what its ways need."""
+        step.sparse = self.sparse
+        if self.prefixes is not None:
+            step.min_saved_keys = self.prefixes.min_saved_keys
+            step.min_saved_bytes = self.prefixes.min_saved_bytes
+
+    def keys(self, plain: Sequence[GraphKey]) -> list[GraphKey]:
+        """Graphs of these shapes for every way."""
+        keys = list(plain)
+        if self.prefixes is not None:
+            sharing = [key for key in plain if key.batch > 1]
+            keys += [key._replace(way=DecodeWay(n)) for n in LEVELS for key in sharing]
+        if self.sparse is not None:
+            one = [key for key in plain if key.q_len == 1]
+            keys += [key._replace(way=DecodeWay(selects=True)) for key in one]
+        return keys
+
+
+def fitting_key(
+    keys: Iterable[GraphKey], q_len: int, batch: int, way: DecodeWay
+) -> GraphKey | None:
+    """The smallest graph for a step; where none shares prefixes, one that reads all of each."""
+    fits = [key for key in keys if key.q_len == q_len and key.batch >= batch]
+    ways = (way, DecodeWay(selects=way.selects))
+    return next((min(x) for y in ways if (x := [key for key in fits if key.way == y])), None)

@@ -3,15 +3,45 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from itertools import chain
+from math import gcd, prod
+from typing import NamedTuple
 
 import torch
 
 from anabranch.keys import LatentKV, PagedKV
-from anabranch.keys.formats import bytes_per_head, empty_store
-from anabranch.llm.runner.cache_formats import PLAIN_CACHE, CacheFormats
+from anabranch.keys.formats import FORMATS, bytes_per_head, empty_store
+
+AUTO = "auto"  # the dtype of the model
+FORMAT_NAMES = {AUTO: "plain"} | {name: name for name in FORMATS if name != "plain"}
+
+
+class CacheFormats(NamedTuple):
+    """Names of store formats."""
+
+    k: str = "plain"
+    v: str = "plain"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether keys and values are kept as the model computes them."""
+        return self.k == self.v == "plain"
+
+
+PLAIN_CACHE = CacheFormats()
+
+
+def parse_cache_formats(given: str) -> CacheFormats:
+    """From "int8", or from "q8_0/fp8", where keys and values differ."""
+    names = given.split("/")
+    if len(names) > 2 or not all(name in FORMAT_NAMES for name in names):
+        raise ValueError(
+            f"kv_cache_dtype must be one of {', '.join(FORMAT_NAMES)}, or two of them as in "
+            f"'q8_0/fp8' for keys and values, got {given!r}"
+        )
+    return CacheFormats(FORMAT_NAMES[names[0]], FORMAT_NAMES[names[-1]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,3 +139,50 @@ def _zeros(shape: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) 
     if device.type != "cpu" or not num_bytes:
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype).view(shape)
+
+
+def token_rows(cache: LayerCache) -> Iterator[torch.Tensor]:
+    """Bytes [num_slots, row_bytes] of each of a layer's tensors that has a row for every slot.
+
+    Keys, values and scales of a token are such rows; a scale of a whole tensor is not. Scales that
+    lie heads first are rows of each head.
+    """
+    seen = set[int]()
+    for value in cache.tensors():
+        if value is None or value.shape[:2] != cache.k.shape[:2]:
+            continue
+        memory = value.untyped_storage().data_ptr()
+        if memory not in seen:  # values may be columns of the keys
+            seen.add(memory)
+            num_slots = value.shape[0] * value.shape[1]
+            has_rows = value.is_contiguous() and value.shape[2] > 1
+            for part in [value] if has_rows else value.unbind(2):
+                yield part.view(num_slots, -1).view(torch.uint8)
+
+
+class CacheRows:
+    """Rows of all layers, and where they begin in device memory."""
+
+    def __init__(self, caches: Sequence[LayerCache]) -> None:
+        self._rows = [rows for cache in caches for rows in token_rows(cache)]
+        places = [(rows.data_ptr(), rows.shape[1]) for rows in self._rows]
+        self.word_bytes = gcd(8, *chain.from_iterable(places))
+        table = [(address, row_bytes // self.word_bytes) for address, row_bytes in places]
+        self.table = torch.tensor(table, dtype=torch.int64, device=self._rows[0].device)
+        self.longest = max(words for _, words in table)
+
+    def move(self, slots: torch.Tensor, path: torch.Tensor, num_accepted: torch.Tensor) -> None:
+        """Move accepted nodes of trees next to the context, all on the device.
+
+        The node `path[seq, depth]` lies at `slots[seq, path[seq, depth]]` and is copied to
+        `slots[seq, depth]`, for every depth from 1 to `num_accepted[seq]`.
+        """
+        if slots.is_cuda:
+            from anabranch.kernels.triton.move_rows import move_rows
+
+            stores = self.table, self.longest, self.word_bytes
+            move_rows(*stores, slots, path, num_accepted)
+        else:
+            from anabranch.kernels.cpu.move_rows import move_rows
+
+            move_rows(self._rows, slots, path, num_accepted)

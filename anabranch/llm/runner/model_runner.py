@@ -13,13 +13,20 @@ from torch import nn
 
 from anabranch.compositions.tree import MAX_NODES, DraftTree
 from anabranch.kernels.cpu.waiting import CoreSharing
-from anabranch.llm.runner.cache_rows import CacheRows
 from anabranch.llm.runner.dealt_step import DealtPages
-from anabranch.llm.runner.graphs import Forward, GraphKey, Graphs, Progress, PromptKey
-from anabranch.llm.runner.kv_cache import LayerCache
+from anabranch.llm.runner.graphs import (
+    Forward,
+    GraphKey,
+    Graphs,
+    Progress,
+    PromptKey,
+    StepChoice,
+    StepWork,
+    fitting_key,
+)
+from anabranch.llm.runner.kv_cache import CacheRows, LayerCache
 from anabranch.llm.runner.model_attention import Layers, bind_layers, running
 from anabranch.llm.runner.step import Step
-from anabranch.llm.runner.step_choice import StepChoice, fitting_key
 from anabranch.llm.runner.step_inputs import StepInputs
 from anabranch.llm.runner.step_layout import (
     SHORT,
@@ -30,7 +37,6 @@ from anabranch.llm.runner.step_layout import (
     StepLayout,
     lay_out,
 )
-from anabranch.llm.runner.step_work import StepWork
 from anabranch.llm.sequences.sequence import Scheduled
 
 WARM_CONTEXT = 32768  # keys before a prompt: enough that its heads are expanded in groups

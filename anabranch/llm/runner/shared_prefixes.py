@@ -8,12 +8,12 @@ costs time and never changes a result.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Sequence as Seq
 from itertools import pairwise
 
 from anabranch.compositions.cascade import MIN_SAVED_BYTES, MIN_SAVED_KEYS
 from anabranch.llm.runner.step_layout import SHORT
-from anabranch.llm.sequences.sequence import Scheduled
+from anabranch.llm.sequences.sequence import Scheduled, Sequence
 
 LEVELS = (1, 3)  # that have graphs: one prompt of many samples; prompt, document, conversation
 
@@ -31,9 +31,9 @@ class SharedPrefixes:
         self.min_saved_keys = 1 if always else MIN_SAVED_KEYS
         self.min_saved_bytes = 0 if always else MIN_SAVED_BYTES
         self._min_saved_pages = 1 if always else MIN_SAVED_BYTES / (token_bytes * page_size)
-        self._members: list[tuple[int, int]] = []
-        self._seqs: list[object] = []  # kept, so that no other sequence gets the id of one
-        self._places: dict[tuple[int, int], int] = {}
+        # sequences, with the pages they were last admitted with: leading pages change no more
+        self._members: dict[Sequence, int] = {}
+        self._places: dict[Sequence, int] = {}
         self._levels = 0
 
     def order(self, step: list[Scheduled]) -> list[Scheduled]:
@@ -42,27 +42,26 @@ class SharedPrefixes:
         if not self._levels:
             return step
         last = len(step)
-        return sorted(step, key=lambda run: self._places.get(_member(run), last))
+        return sorted(step, key=lambda run: self._places.get(run.seq, last))
 
-    def levels(self, step: Sequence[Scheduled]) -> int:
+    def levels(self, step: Seq[Scheduled]) -> int:
         """How many levels of shared prefixes are worth looking for; 0 for none."""
         self._observe(step)
         return self._levels if self.enabled else 0
 
-    def _observe(self, step: Sequence[Scheduled]) -> None:
-        short = [run for run in step if run.num_tokens <= SHORT and run.seq.pages.pages]
-        members = sorted(map(_member, short))
+    def _observe(self, step: Seq[Scheduled]) -> None:
+        short = [run.seq for run in step if run.num_tokens <= SHORT]
+        members = {seq: seq.num_preemptions for seq in short if seq.pages.pages}
         if members == self._members:
             return
         self._members, self._levels = members, 0
-        self._seqs = [run.seq for run in short]
-        if len({run.seq.pages.pages[0] for run in short}) == len(short):
+        if len({seq.pages.pages[0] for seq in members}) == len(members):
             return
-        short.sort(key=lambda run: run.seq.pages.pages)  # as in the prefix tree
-        self._places = {_member(run): place for place, run in enumerate(short)}
-        self._levels = self._worthwhile([run.seq.pages.pages for run in short])
+        sharers = sorted(members, key=lambda seq: seq.pages.pages)  # as in the prefix tree
+        self._places = {seq: place for place, seq in enumerate(sharers)}
+        self._levels = self._worthwhile([seq.pages.pages for seq in sharers])
 
-    def _worthwhile(self, pages: list[list[int]]) -> int:
+    def _worthwhile(self, pages: Seq[Seq[int]]) -> int:
         common = [0, *(_num_common(*pair) for pair in pairwise(pages))]
         best, saved = 0, 0
         for levels in LEVELS:
@@ -72,7 +71,7 @@ class SharedPrefixes:
         return best
 
 
-def saved_pages(common: Sequence[int], levels: int, depth: int = 0) -> int:
+def saved_pages(common: Seq[int], levels: int, depth: int = 0) -> int:
     """How many reads of a page are saved if neighbours read what they share once.
 
     common  leading pages that each sequence has in common with the one before it
@@ -88,12 +87,7 @@ def saved_pages(common: Sequence[int], levels: int, depth: int = 0) -> int:
     return saved
 
 
-def _member(run: Scheduled) -> tuple[int, int]:
-    """A sequence with the pages it was last admitted with: leading pages change no more."""
-    return id(run.seq), run.seq.num_preemptions
-
-
-def _num_common(mine: list[int], other: list[int]) -> int:
+def _num_common(mine: Seq[int], other: Seq[int]) -> int:
     """Leading pages in common, if none is in common after the first that is not."""
     size = min(len(mine), len(other))
     return bisect_left(range(size), True, key=lambda i: mine[i] != other[i])

@@ -20,6 +20,7 @@ class StageClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks: list[tuple[str, Any, Any]] = []
+        self.host_ms: dict[str, float] = {}  # beside the stages, which go on meanwhile
 
     @contextmanager
     def stage(self, name: str) -> Generator[None]:
@@ -28,6 +29,13 @@ class StageClock:
         yield
         self._marks.append((name, start, self._mark()))
 
+    @contextmanager
+    def host(self, name: str) -> Generator[None]:
+        """Measure what the host does inside, beside the stages, by its own clock."""
+        start = time.perf_counter()
+        yield
+        self.host_ms[name] = 1e3 * (time.perf_counter() - start)
+
     def _mark(self) -> Any:
         if not self._on_gpu:
             return time.perf_counter()
@@ -35,11 +43,15 @@ class StageClock:
         event.record()
         return event
 
+    def wait(self) -> None:
+        """Until the last stage is over."""
+        with self.host("waiting"):
+            if self._on_gpu and self._marks:
+                self._marks[-1][2].synchronize()
+
     def read(self) -> dict[str, float]:
-        """Milliseconds by stage; waits for the end of the last one."""
+        """Milliseconds by stage, all of which are over."""
         times: dict[str, float] = {}
-        if self._on_gpu and self._marks:
-            self._marks[-1][2].synchronize()
         for name, start, stop in self._marks:
             taken = start.elapsed_time(stop) if self._on_gpu else (stop - start) * 1e3
             times[name] = times.get(name, 0.0) + taken

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import accumulate, pairwise
-from typing import NamedTuple
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,7 @@ class HostLens(NamedTuple):
 
 
 Ints = NDArray[np.int64]
+Pages: TypeAlias = "array[int]"
 SHORT = 32  # queries of a sequence up to which it is attended to like a decode
 
 
@@ -63,7 +65,7 @@ class StepLayout:
     slots: Ints
     cu_seqlens: Ints
     seq_lens: Ints
-    pages: list[list[int]]  # for each sequence
+    pages: list[Pages]  # for each sequence
     logit_rows: Ints
     num_short: int  # sequences with few queries, if they come first
     parents: Ints | None = None  # of the short sequences' tokens, each counted in its sequence
@@ -102,6 +104,9 @@ def is_short(run: Scheduled, most_short: int = SHORT) -> bool:
 
 def short_first(step: list[Scheduled], short: int = SHORT) -> list[Scheduled]:
     """Sequences with few queries before the others, as attention wants them."""
+    are_short = [is_short(run, short) for run in step]
+    if all(are_short):
+        return step
     return sorted(step, key=lambda run: not is_short(run, short))
 
 
@@ -120,24 +125,28 @@ def lay_out(
     With `trees`, short sequences get parents, from which the device makes masks and positions; with
     `every_row`, all do.
     """
-    bounds = np.cumsum([0, *(run.num_tokens for run in step)])
+    bounds = np.cumsum([0, *[run.num_tokens for run in step]])
     ids, sources = np.zeros(bounds[-1], np.int64), np.full(bounds[-1], -1, np.int64)
     positions, slots = np.empty_like(ids), np.empty_like(ids)
-    rows: list[Ints | list[int]] = []
-    for run, (start, stop) in zip(step, pairwise(bounds.tolist()), strict=True):
-        if run.num_tokens == run.num_known == 1:  # as most are, so without arrays of one
-            _fill_one(run, start, ids, sources, positions, slots, page_size, table_width)
-            if every_row or run.samples or run.scores_prompt:
-                rows.append([start])
+    starts = bounds.tolist()
+    ones = [i for i, run in enumerate(step) if run.num_tokens == 1]
+    if ones:  # as most are, so without arrays of one
+        runs = [step[i] for i in ones]
+        places = bounds[ones]
+        ids[places], sources[places] = _next_tokens(runs, table_width)
+        positions[places] = [run.start for run in runs]
+        slots[places] = [_slot(run, page_size) for run in runs]
+    for i, run in enumerate(step) if len(ones) < len(step) else ():
+        if run.num_tokens == 1:
             continue
-        _fill_ids(run, ids[start:stop], sources[start:stop], table_width)
+        span = slice(starts[i], starts[i + 1])
+        _fill_ids(run, ids[span], sources[span], table_width)
         place = np.arange(run.start, run.start + run.num_tokens)
         last = run.start + run.num_tokens - run.num_padding - 1
-        positions[start:stop] = np.minimum(place, last)  # padding may lie after the context
-        slots[start:stop] = _slots(run, place, page_size)
-        rows.append(_logit_rows(run, start, every_row))
+        positions[span] = np.minimum(place, last)  # padding may lie after the context
+        slots[span] = _slots(run, place, page_size)
     cu_seqlens, seq_lens, pages = _sequences(step, bounds, scorer)
-    logit_rows = np.concatenate([*rows, np.empty(0, np.int64)])
+    logit_rows = np.arange(len(ids)) if every_row else _logit_rows(step, starts)
     num_short = _count_short(step, cu_seqlens, scorer, most_short)
     # a graph has equally many tokens of all, for which one mask serves
     parents = _parents(step if every_row else step[:num_short]) if trees else None
@@ -159,8 +168,9 @@ def _count_short(
     step: Sequence[Scheduled], cu_seqlens: Ints, scorer: Scorer, most_short: int
 ) -> int:
     """How many sequences are short, if they all come first."""
-    if scorer is Scorer.BATCH_EXPANSION:
-        short = np.diff(cu_seqlens) <= most_short
+    lengths = np.diff(cu_seqlens)
+    if scorer is Scorer.BATCH_EXPANSION or lengths.max(initial=0) <= most_short:
+        short = lengths <= most_short
     else:
         short = np.array([is_short(run, most_short) for run in step], bool)
     return int(short.sum()) if not np.diff(short.astype(np.int8)).clip(0).any() else 0
@@ -184,25 +194,23 @@ def _slots(run: Scheduled, place: Ints, page_size: int) -> Ints:
     return pages[place // page_size - first] * page_size + place % page_size
 
 
-def _fill_one(
-    run: Scheduled,
-    place: int,
-    ids: Ints,
-    sources: Ints,
-    positions: Ints,
-    slots: Ints,
-    page_size: int,
-    table_width: int,
-) -> None:
-    """A token that the host or the device knows."""
-    seq, position = run.seq, run.start
-    if position < len(seq.tokens):
-        ids[place] = seq.tokens[position]
-    else:
-        assert seq.row is not None
-        sources[place] = seq.row * table_width
-    positions[place] = position
-    slots[place] = seq.pages.pages[position // page_size] * page_size + position % page_size
+def _slot(run: Scheduled, page_size: int) -> int:
+    """Where the keys of a run's first token lie."""
+    page, place = divmod(run.start, page_size)
+    return run.seq.pages.pages[page] * page_size + place
+
+
+def _next_tokens(runs: Sequence[Scheduled], table_width: int) -> tuple[list[int], list[int]]:
+    """Ids and sources of runs of one token, which the host knows or the device."""
+    ids, sources = [0] * len(runs), [-1] * len(runs)
+    for i, run in enumerate(runs):
+        seq = run.seq
+        if run.start < len(seq.tokens):
+            ids[i] = seq.tokens[run.start]
+        else:
+            assert seq.row is not None
+            sources[i] = seq.row * table_width
+    return ids, sources
 
 
 def _fill_ids(run: Scheduled, ids: Ints, sources: Ints, table_width: int) -> None:
@@ -219,20 +227,26 @@ def _fill_ids(run: Scheduled, ids: Ints, sources: Ints, table_width: int) -> Non
         sources[drafts] = row * table_width + 1 + np.arange(run.num_drafts)
 
 
-def _logit_rows(run: Scheduled, start: int, every_row: bool) -> Ints:
-    if every_row or run.scores_prompt:
-        return np.arange(start, start + run.num_tokens)
-    if not run.samples:
-        return np.empty(0, np.int64)
-    return np.arange(max(run.num_known - 1, 0), run.num_known + run.num_drafts) + start
+def _logit_rows(step: Sequence[Scheduled], starts: Sequence[int]) -> Ints:
+    """Those that are sampled, and those of prompts that are scored."""
+    rows: list[int] = []
+    for run, start in zip(step, starts, strict=False):
+        if run.scores_prompt:
+            rows += range(start, start + run.num_tokens)
+        elif run.samples:
+            rows += range(start + max(run.num_known - 1, 0), start + run.num_known + run.num_drafts)
+    return np.array(rows, np.int64)
 
 
 def _sequences(
     step: Sequence[Scheduled], bounds: Ints, scorer: Scorer
-) -> tuple[Ints, Ints, list[list[int]]]:
-    cu_seqlens, seq_lens, pages = [0], list[int](), list[list[int]]()
+) -> tuple[Ints, Ints, list[Pages]]:
+    if scorer is Scorer.MULTI_QUERY:
+        ends = np.array([run.start for run in step], np.int64) + np.diff(bounds)
+        return bounds, ends, [run.seq.pages.pages for run in step]
+    cu_seqlens, seq_lens, pages = [0], list[int](), list[Pages]()
     for run, stop in zip(step, bounds[1:], strict=True):
-        expand = scorer is Scorer.BATCH_EXPANSION and run.num_tokens > run.num_known
+        expand = run.num_tokens > run.num_known
         ends = range(int(stop) - run.num_tokens + 1, int(stop) + 1) if expand else (int(stop),)
         cu_seqlens.extend(ends)
         seq_lens.extend(run.start + run.num_tokens - (int(stop) - end) for end in ends)

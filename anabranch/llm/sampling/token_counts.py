@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.llm.sampling.transfer import upload
+from anabranch.llm.sampling.batch import upload
 
 
 class TokenCounts:

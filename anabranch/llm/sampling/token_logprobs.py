@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from anabranch.llm.sampling.samples import HostLogprobs
+from anabranch.llm.sampling.batch import HostLogprobs
 
 
 @dataclass(frozen=True, slots=True)

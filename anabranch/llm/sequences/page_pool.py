@@ -95,7 +95,7 @@ class SequencePages:
         self.pool = pool
         self.page_size = page_size
         self.root = root  # prefixes are shared among sequences of the same root only
-        self.pages: list[int] = []
+        self.pages = array("i")  # as the device has them, so that a row is one copy
         self._digests: list[bytes] = []
         self._num_findable = 0  # pages that are full, computed and known to the pool
         self._num_drafted = 0  # pages at the front that the draft model has computed as well
@@ -156,28 +156,31 @@ class SequencePages:
 
     def num_missing(self, num_tokens: int) -> int:
         """Pages to take before the sequence can hold this many tokens."""
-        return max(-(-num_tokens // self.page_size) - len(self.pages), 0)
+        missing = -(-num_tokens // self.page_size) - len(self.pages)
+        return missing if missing > 0 else 0
 
     def grow(self, num_tokens: int) -> bool:
         """Take pages for this many tokens, all or none; whether there were enough."""
         missing = self.num_missing(num_tokens)
         if missing > self.pool.num_free:
             return False
-        self.pages.extend(self.pool.take() for _ in range(missing))
+        for _ in range(missing):
+            self.pages.append(self.pool.take())
         return True
 
     def remember(self, tokens: Sequence[int], num_computed: int) -> None:
         """Make pages findable whose tokens are all known and computed."""
         full = min(num_computed, len(tokens)) // self.page_size
-        for index in range(self._num_findable, full):
+        while self._num_findable < full:
+            index = self._num_findable
             self.pool.remember(self.pages[index], self._digest(tokens, index))
-        self._num_findable = max(full, self._num_findable)
+            self._num_findable += 1
 
     def release(self) -> None:
         """Give all pages back, the last first: a prefix outlives what follows it."""
         for page in reversed(self.pages):
             self.pool.release(page)
-        self.pages.clear()
+        del self.pages[:]
         self._num_findable = self._num_drafted = 0
 
     def _digest(self, tokens: Sequence[int], index: int) -> bytes:

@@ -73,7 +73,7 @@ class Sequence:
     @property
     def num_uncomputed(self) -> int:
         """Tokens to run before the next one can be sampled."""
-        return self.length - self.num_computed
+        return len(self.tokens) + self.num_pending - self.num_computed
 
     @property
     def decoding(self) -> bool:
@@ -88,7 +88,7 @@ class Sequence:
     @property
     def exhausted(self) -> bool:
         """Whether the tokens known and pending are all it may have."""
-        return self.length - self.prompt_len >= self.max_tokens
+        return len(self.tokens) + self.num_pending - self.prompt_len >= self.max_tokens
 
     @property
     def draft_room(self) -> int:
@@ -116,7 +116,7 @@ class Sequence:
         return self.finish_reason is not None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Scheduled:
     """A run of tokens of one sequence: known and pending ones, then drafts, then padding."""
 
@@ -164,10 +164,11 @@ class Scheduled:
     @property
     def scores_prompt(self) -> bool:
         """Whether logits of the prompt's own tokens are wanted."""
-        wanted = self.seq.scores_prompt and not self.by_draft_model
-        return wanted and self.start < self.seq.prompt_len
+        if self.start >= self.seq.prompt_len:
+            return False
+        return self.seq.scores_prompt and not self.by_draft_model
 
     @property
     def decoding(self) -> bool:
         """Whether it goes on from the last output token."""
-        return self.num_known == 1 and self.start >= self.seq.prompt_len
+        return self.start >= self.seq.prompt_len and self.num_known == 1

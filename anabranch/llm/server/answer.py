@@ -21,9 +21,8 @@ from starlette.types import Receive, Scope, Send
 
 from anabranch.llm.server.deltas import RequestDelta, join_deltas
 from anabranch.llm.server.errors import EXPECTED_ERRORS, as_api_error
-from anabranch.llm.server.events import DONE, as_json
-from anabranch.llm.server.protocol import Usage
-from anabranch.llm.server.reply import Reply, count_usage
+from anabranch.llm.server.openai_fields import Usage
+from anabranch.llm.server.reply import DONE, Reply, as_json, count_usage
 from anabranch.llm.server.service import Service
 
 LAST_EVENT_SECONDS = 5.0  # for a client to read why its stream ends

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import FileResponse
+from fastapi.responses import FileResponse, HTMLResponse
+from markdown_it import MarkdownIt
+from markdown_it.rules_core import StateCore
+from pydantic import Field
 from starlette.staticfiles import StaticFiles
 
 from anabranch.llm.server import (
     chat,
     completions,
-    error_handlers,
-    markdown,
+    errors,
     model_endpoints,
     responses,
-    status_endpoints,
 )
-from anabranch.llm.server.gate import Gate, checked_key
-from anabranch.llm.server.host_names import HostNames
+from anabranch.llm.server.gate import Gate, HostNames, checked_key
+from anabranch.llm.server.openai_fields import StrictModel, Text
 from anabranch.llm.server.service import Service
 
 LOCAL_HOSTS = HostNames()
 PAGE = Path(__file__).parent / "page"
+MAX_MARKDOWN_CHARS = 1 << 16  # prose of this length takes 0.13 s, the worst input found 1 s
+page_router = APIRouter(include_in_schema=False)
 
 
 def make_app(
@@ -46,9 +49,13 @@ def make_app(
         redoc_url=None,
     )
     app.state.service = service
-    error_handlers.install(app)
-    for module in (completions, chat, responses, model_endpoints, status_endpoints, markdown):
+    errors.install_handlers(app)
+    for module in (completions, chat, responses, model_endpoints):
         app.include_router(module.router)
+    app.include_router(page_router)
+    for path in ("/", "/docs"):
+        app.add_api_route(path, _page_at(path), include_in_schema=False)
+    app.mount("/page", StaticFiles(directory=PAGE), name="page")
     app.add_middleware(
         Gate,
         api_key=None if api_key is None else checked_key(api_key),
@@ -63,7 +70,6 @@ def make_app(
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
-    _serve_pages(app)
     return app
 
 
@@ -76,13 +82,36 @@ def _check_origins(origins: Sequence[str]) -> None:
             )
 
 
-def _serve_pages(app: FastAPI) -> None:
+def _page_at(path: str) -> Callable[[], Awaitable[FileResponse]]:
     async def page() -> FileResponse:
-        return FileResponse(PAGE / "index.html")
+        return FileResponse(PAGE / f"{path.strip('/') or 'index'}.html")
 
-    async def docs() -> FileResponse:
-        return FileResponse(PAGE / "docs.html")
+    return page
 
-    app.add_api_route("/", page, include_in_schema=False)
-    app.add_api_route("/docs", docs, include_in_schema=False)
-    app.mount("/page", StaticFiles(directory=PAGE), name="page")
+
+class MarkdownRequest(StrictModel):
+    """An answer, or its beginning."""
+
+    text: Text = Field(max_length=MAX_MARKDOWN_CHARS)
+
+
+def make_renderer() -> MarkdownIt:
+    """CommonMark and tables; HTML stays text. Images would be loaded from elsewhere: left out."""
+    renderer = MarkdownIt("commonmark", {"html": False, "breaks": True})
+    renderer.core.ruler.push("drop_styles", _drop_styles)
+    return renderer.enable(["table", "strikethrough"]).disable("image")
+
+
+def _drop_styles(state: StateCore) -> None:
+    """Aligned columns have inline styles, which the page's security policy forbids."""
+    for token in state.tokens:
+        token.attrs.pop("style", None)
+
+
+_renderer = make_renderer()
+
+
+# not async: a long text is rendered in a thread, beside the event loop
+@page_router.post("/markdown")
+def render_markdown(body: MarkdownRequest) -> HTMLResponse:
+    return HTMLResponse(_renderer.render(body.text))

@@ -1,4 +1,4 @@
-"""A conversation as a job for the engine, whatever protocol the answer is written in."""
+"""A conversation as a request to the engine, for chats and responses alike."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.server.answer_pieces import PieceParser
+from anabranch.llm.server.answer_forms import MessageWriter
+from anabranch.llm.server.answer_pieces import BEGIN, END
 from anabranch.llm.server.chat_models import ChatRequest, Message
-from anabranch.llm.server.errors import ApiError, blaming_the_request
-from anabranch.llm.server.offer_grammar import Thinking, offer_grammar
-from anabranch.llm.server.reasoning import BEGIN, END
+from anabranch.llm.server.errors import blaming_the_request, refused
 from anabranch.llm.server.service import Service
 from anabranch.llm.server.tool_grammar import (
-    LarkTexts,
+    Thinking,
     call_grammar,
     channel_prelude,
+    offer_grammar,
     reasoning_prelude,
 )
 from anabranch.llm.server.tool_models import FunctionTool, NamedChoice, Tool
@@ -31,7 +31,7 @@ _TOOLS_PROMPT = (
 
 
 class ChatJob:
-    """Prompt, parameters and the parsers of the answers."""
+    """The prompt, the sampling parameters and the writers of the answers."""
 
     def __init__(self, service: Service, body: ChatRequest) -> None:
         self._service, self._body, self._forms = service, body, service.forms
@@ -49,17 +49,17 @@ class ChatJob:
 
     @property
     def parses(self) -> bool:
-        """Whether answers are taken apart."""
         return bool(self.tools) or self._forms.always_parsed
 
-    def parser(self) -> PieceParser | None:
-        """Of one answer; after `encode`."""
-        if not self.parses:
-            return None
-        return self._forms.parser(with_tools=bool(self.tools), reasoning_opened=self._opened)
+    def writer(self) -> MessageWriter:
+        """A writer for one answer; to be called after `encode`."""
+        parser = None
+        if self.parses:
+            parser = self._forms.parser(with_tools=bool(self.tools), reasoning_opened=self._opened)
+        return MessageWriter(parser, self._shown)
 
-    def shown(self, text: str) -> str:
-        """Without special tokens that were wanted only for their place."""
+    def _shown(self, text: str) -> str:
+        """The text without special tokens, which were decoded only to find marks."""
         if self._body.skip_special_tokens is False or self.params.skip_special_tokens:
             return text
         for special in self._forms.special:
@@ -67,7 +67,7 @@ class ChatJob:
         return text
 
     def encode(self) -> list[int]:
-        """Tokens of the conversation; decides the grammar, which may depend on the prompt's end."""
+        """Tokenize the conversation; choose the grammar, which may depend on the prompt's end."""
         encoder, body = self._service.encoder, self._body
         continues = bool(body.continue_final_message)
         variables: dict[str, Any] = dict(body.chat_template_kwargs or {})
@@ -86,9 +86,7 @@ class ChatJob:
         self.prompt = encoder.fitted(
             ids, truncate=body.truncate_prompt_tokens, max_tokens=self.max_tokens
         )
-        if self._forms.thinks:
-            tail = self._service.texts.decode(self.prompt[-_TAIL:])
-            self._opened = tail.rstrip().endswith(BEGIN)
+        self._opened = self._forms.thinks and self._tail().rstrip().endswith(BEGIN)
         self._constrain()
         return self.prompt
 
@@ -102,7 +100,7 @@ class ChatJob:
         return params
 
     def _messages(self) -> list[Message]:
-        """With the tools in words, where the template has no place for them."""
+        """The messages; a system message describes tools that the template has no place for."""
         messages = self._body.messages
         if not self.tools or self._forms.template_has_tools:
             return messages
@@ -116,70 +114,51 @@ class ChatJob:
         return [Message(role="system", content=text), *messages]
 
     def _constrain(self) -> None:
-        """Put the grammar of calls, or reasoning before a form, into the parameters."""
+        """Add the grammar of calls, or of reasoning before structured text, to the parameters."""
         required, form = _required(self._body, self.tools), self.params.structured_outputs
         offered = [] if required or form else _strictly_offered(self.tools)
         if not (required or offered or (form is not None and self._forms.always_parsed)):
             return
-        texts = self._forms.texts
+        texts, written = self._forms.texts, self._forms.tools
         assert texts is not None
+        parallel = self._body.parallel_tool_calls is not False
+        # reasoning may come before the answer, unless the prompt has ended it already
+        thinks = self._forms.thinks and END not in self._tail()
+        prelude = reasoning_prelude(texts, opened=self._opened) if thinks else None
         with blaming_the_request():
             if required:
-                form = StructuredOutputs(grammar=self._required_calls(required, texts))
+                options: Any = {"parallel": parallel, "prelude": prelude}
+                form = StructuredOutputs(grammar=call_grammar(written, required, texts, **options))
             elif offered:
-                form = StructuredOutputs(grammar=self._offered_calls(offered, texts))
+                thinking = Thinking(self._opened) if thinks else None
+                options = {"parallel": parallel, "thinking": thinking}
+                form = StructuredOutputs(grammar=offer_grammar(written, offered, texts, **options))
             elif form is not None:
-                prelude = self._prelude(texts)
                 prelude = channel_prelude(texts) if self._forms.channels else prelude
                 form = replace(form, prelude=prelude)
             self.params = replace(self.params, structured_outputs=form)
 
-    @property
-    def _parallel(self) -> bool:
-        return self._body.parallel_tool_calls is not False
-
-    @property
-    def _will_think(self) -> bool:
-        """Whether reasoning may come before the answer: a prompt may end it already."""
-        tail = self._service.texts.decode(self.prompt[-_TAIL:])
-        return self._forms.thinks and END not in tail
-
-    def _prelude(self, texts: LarkTexts) -> str | None:
-        return reasoning_prelude(texts, opened=self._opened) if self._will_think else None
-
-    def _required_calls(self, functions: list[FunctionTool], texts: LarkTexts) -> str:
-        prelude = self._prelude(texts)
-        return call_grammar(
-            self._forms.tools, functions, texts, parallel=self._parallel, prelude=prelude
-        )
-
-    def _offered_calls(self, functions: list[FunctionTool], texts: LarkTexts) -> str:
-        thinking = Thinking(self._opened) if self._will_think else None
-        return offer_grammar(
-            self._forms.tools, functions, texts, parallel=self._parallel, thinking=thinking
-        )
+    def _tail(self) -> str:
+        """The end of the prompt, in which reasoning may be opened."""
+        return self._service.texts.decode(self.prompt[-_TAIL:])
 
 
 def _offered(body: ChatRequest) -> list[Tool]:
-    """Tools that the model may call."""
     choice = body.tool_choice
     if not body.tools:
         if choice == "required" or isinstance(choice, NamedChoice):
-            raise ApiError(400, "tool_choice needs tools", param="tool_choice")
+            raise refused("tool_choice", "tool_choice needs tools")
         return []
     if isinstance(choice, NamedChoice):
         names = [tool.function.name for tool in body.tools]
         if choice.function.name not in names:
-            raise ApiError(
-                400,
-                f"tool_choice names {choice.function.name!r}, the tools are {', '.join(names)}",
-                param="tool_choice",
-            )
+            named = f"tool_choice names {choice.function.name!r}"
+            raise refused("tool_choice", f"{named}, the tools are {', '.join(names)}")
     return [] if choice == "none" else body.tools
 
 
 def _required(body: ChatRequest, tools: list[Tool]) -> list[FunctionTool]:
-    """Functions one of which must be called; none where the model decides."""
+    """Functions of which one must be called; empty where the model decides."""
     choice = body.tool_choice
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedChoice):
@@ -188,35 +167,26 @@ def _required(body: ChatRequest, tools: list[Tool]) -> list[FunctionTool]:
 
 
 def _strictly_offered(tools: list[Tool]) -> list[FunctionTool]:
-    """All functions, where the model decides and the calls of one must match their schema."""
+    """All functions if one is strict: its calls must match its schema. Empty otherwise."""
     functions = [tool.function for tool in tools]
     return functions if any(each.strict for each in functions) else []
 
 
 def _refuse_variables(body: ChatRequest, service: Service) -> None:
-    """Variables that would change how a template is applied, and contradictions."""
+    """Refuse variables that are options of the tokenizer, and contradictions."""
     tokenizer = service.engine.info.tokenizer
     taken = set[str]()
     if tokenizer is not None:
         taken = set(inspect.signature(tokenizer.apply_chat_template).parameters)
     for name in body.chat_template_kwargs or {}:
         if name in taken or not name.isidentifier():
-            raise ApiError(
-                400,
-                f"chat_template_kwargs must not hold {name[:40]!r}",
-                param="chat_template_kwargs",
-            )
-    if body.continue_final_message:
-        if body.messages[-1].role != "assistant":
-            raise ApiError(
-                400,
-                f"continue_final_message needs a last message of the assistant, "
-                f"got one of the {body.messages[-1].role}",
-                param="continue_final_message",
-            )
-        if "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
-            raise ApiError(
-                400,
-                "continue_final_message and add_generation_prompt exclude each other",
-                param="continue_final_message",
-            )
+            message = f"chat_template_kwargs must not hold {name[:40]!r}"
+            raise refused("chat_template_kwargs", message)
+    if not body.continue_final_message:
+        return
+    if (last := body.messages[-1].role) != "assistant":
+        message = "continue_final_message needs a last message of the assistant, got one of the "
+        raise refused("continue_final_message", message + last)
+    if "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt:
+        message = "continue_final_message and add_generation_prompt exclude each other"
+        raise refused("continue_final_message", message)

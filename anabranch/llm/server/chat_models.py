@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, Field, model_validator
 
-from anabranch.llm.server.protocol import (
+from anabranch.llm.server.openai_fields import (
     MAX_LOGPROBS,
     Count,
     PromptLogprobs,
@@ -69,7 +69,6 @@ class Message(StrictModel):
 
     @property
     def texts(self) -> list[str]:
-        """The parts of the content."""
         if isinstance(self.content, str):
             return [self.content]
         return [part.text for part in self.content]

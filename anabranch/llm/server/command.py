@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import logging
 import signal
 import socket
 import sys
@@ -13,18 +16,18 @@ from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.server.app import make_app
 from anabranch.llm.server.engine_process import Progress
 from anabranch.llm.server.engine_watch import HangPolicy
-from anabranch.llm.server.gate import checked_key
-from anabranch.llm.server.heap import return_large_blocks
-from anabranch.llm.server.host_names import HostNames, is_loopback
+from anabranch.llm.server.gate import HostNames, checked_key, is_loopback
 from anabranch.llm.server.http_server import HttpServer
-from anabranch.llm.server.open_files import make_room_for
-from anabranch.llm.server.restart_policy import RestartPolicy
-from anabranch.llm.server.restarting_engine import RestartingEngine
+from anabranch.llm.server.restarting_engine import RestartingEngine, RestartPolicy
 from anabranch.llm.server.server_limits import ServerLimits
 from anabranch.llm.server.service import make_service
 
 DRAIN_SECONDS = 60
 ENGINE_FAILED_EXIT_CODE = 3
+MMAP_THRESHOLD = -3  # of mallopt(3)
+MMAP_BYTES = 256 << 10
+BESIDE_CONNECTIONS = 256  # files of the page, of the engine, of libraries
+log = logging.getLogger(__name__)
 
 
 def serve(
@@ -106,3 +109,35 @@ def check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise ValueError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+
+
+def return_large_blocks() -> None:
+    """Fix the size from which glibc maps a block by itself, so that memory goes back when freed.
+
+    By default glibc raises it to the size of what was freed, up to 32 MiB. Later blocks of that
+    size then come from heaps, where one small block on top keeps all of them.
+    """
+    if sys.platform == "linux":
+        with contextlib.suppress(AttributeError, OSError):  # another C library
+            ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, MMAP_BYTES)
+
+
+def make_room_for(num_connections: int) -> None:
+    """Raise the limit of open files, as far as the system lets it; warn if that is not enough."""
+    if sys.platform == "win32":
+        return
+    import resource
+
+    wanted = num_connections + BESIDE_CONNECTIONS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        log.warning(
+            "%d connections may need %d open files, and the system allows %d",
+            num_connections,
+            wanted,
+            allowed,
+        )

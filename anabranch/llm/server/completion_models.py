@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, Field, model_validator
 
-from anabranch.llm.server.protocol import (
+from anabranch.llm.server.openai_fields import (
     MAX_LOGPROBS,
     Count,
     PromptLogprobs,

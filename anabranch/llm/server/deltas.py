@@ -1,13 +1,14 @@
-"""New tokens of a request since the last report."""
+"""New tokens of a request since the last report: found, packed for a pipe, and read."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import chain
-from typing import NamedTuple
+import asyncio
+from collections.abc import Iterable, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 from anabranch.llm.engine.request import Request
-from anabranch.llm.sampling.token_logprobs import TokenLogprobs
+from anabranch.llm.sampling.token_logprobs import Logprob, TokenLogprobs
 from anabranch.llm.sequences.sequence import Sequence as TokenSequence
 
 
@@ -35,7 +36,6 @@ class RequestDelta(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """New tokens of all continuations."""
         return sum(len(choice.token_ids) for choice in self.choices)
 
     @property
@@ -119,3 +119,86 @@ class DeltaCursor:
             seq.finish_reason,
             seq.stop_reason,
         )
+
+
+class LogprobColumns(NamedTuple):
+    """Logprobs of successive tokens."""
+
+    sizes: list[int]  # of each entry; 0 where there is none
+    tokens: list[int]
+    logprobs: list[float]
+    ranks: list[int]
+
+
+def pack(deltas: Iterable[RequestDelta]) -> list[tuple[Any, ...]]:
+    """Plain tuples, with logprobs in columns: objects of classes take microseconds to pickle."""
+    return [
+        (name, [_pack_choice(choice) for choice in choices], *more, _columns(prompt_logprobs))
+        for name, choices, *more, prompt_logprobs in deltas
+    ]
+
+
+def unpack(packed: Iterable[tuple[Any, ...]]) -> list[RequestDelta]:
+    return [
+        RequestDelta._make(
+            (name, [_unpack_choice(choice) for choice in choices], *more, _entries(scored))
+        )
+        for name, choices, *more, scored in packed
+    ]
+
+
+def _pack_choice(choice: ChoiceDelta) -> tuple[Any, ...]:
+    *fields, logprobs, finish_reason, stop_reason = choice
+    return *fields, _columns(logprobs or None), finish_reason, stop_reason
+
+
+def _unpack_choice(packed: tuple[Any, ...]) -> ChoiceDelta:
+    *fields, columns, finish_reason, stop_reason = packed
+    return ChoiceDelta._make((*fields, _entries(columns) or [], finish_reason, stop_reason))
+
+
+def _columns(entries: Sequence[TokenLogprobs | None] | None) -> LogprobColumns | None:
+    if entries is None:
+        return None
+    known = [entry for entry in entries if entry]
+    return LogprobColumns(
+        [len(entry or ()) for entry in entries],
+        [token for entry in known for token in entry],
+        [item.logprob for entry in known for item in entry.values()],
+        [item.rank for entry in known for item in entry.values()],
+    )
+
+
+def _entries(columns: LogprobColumns | None) -> Any:
+    if columns is None:
+        return None
+    sizes, *values = columns
+    pairs = ((token, Logprob(value, rank)) for token, value, rank in zip(*values, strict=True))
+    return [dict(islice(pairs, size)) or None for size in sizes]
+
+
+class DeltaListener:
+    """A mailbox on the event loop's thread. A slow reader gets several deltas as one."""
+
+    def __init__(self, request_ids: Iterable[str]) -> None:
+        self.open = set(request_ids)
+        self._unread: dict[str, list[RequestDelta]] = {}
+        self._error: Exception | None = None
+        self._ready = asyncio.Event()
+
+    def put(self, delta: RequestDelta) -> None:
+        self._unread.setdefault(delta.request_id, []).append(delta)
+        self._ready.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._ready.set()
+
+    async def next(self) -> list[RequestDelta]:
+        """Everything unread, one delta for each request."""
+        await self._ready.wait()
+        self._ready.clear()
+        if self._error is not None:
+            raise self._error
+        unread, self._unread = self._unread, {}
+        return [join_deltas(deltas) for deltas in unread.values()]

@@ -11,21 +11,24 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from anabranch.llm.engine.engine import Engine
-from anabranch.llm.server.channel import Channel
+from anabranch.llm.grammar.grammar_compiler import CompiledGrammar
+from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.server.deltas import DeltaCursor, RequestDelta
-from anabranch.llm.server.grammar_threads import Compiled, GrammarThreads
-from anabranch.llm.server.heartbeat import Heartbeat
+from anabranch.llm.server.engine_watch import Heartbeat
 from anabranch.llm.server.messages import (
     Abort,
     Add,
     Broken,
+    Channel,
     Failed,
     Loading,
     Outputs,
@@ -33,11 +36,15 @@ from anabranch.llm.server.messages import (
     Refused,
     Snapshot,
 )
+from anabranch.llm.server.server_limits import lower_priority
 
 SNAPSHOT_SECONDS = 0.2  # while working
 CAUSED_BY_SETTINGS = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError)
 IDLE_SECONDS = 1.0  # at most between two messages when there is nothing to do
 LAST_WORDS_SECONDS = 5.0  # for the server to read why the engine fails
+LARGE_CHARS = 8192
+MAX_WAITING = 128
+NUM_SMALL_THREADS = 2
 
 
 class EngineLoop:
@@ -56,7 +63,6 @@ class EngineLoop:
         self._was_busy = False
 
     def run(self) -> None:
-        """Until the process ends."""
         while True:
             self._take_messages()
             with self._heart.step():
@@ -125,7 +131,7 @@ class EngineLoop:
         self._channel.send(Broken(request_id, f"{type(error).__name__}: {error}"))
 
     def _report(self) -> None:
-        """Now and then, and whenever the work ends."""
+        """Send counts at intervals, and whenever the work ends."""
         busy, now = self._engine.has_work, time.monotonic()
         ended, self._was_busy = self._was_busy and not busy, busy
         if not ended and now - self._reported < (SNAPSHOT_SECONDS if busy else IDLE_SECONDS / 2):
@@ -134,8 +140,50 @@ class EngineLoop:
         self._channel.send(snapshot(self._engine))
 
 
+class Compiled(NamedTuple):
+    """A request whose grammar is ready, or why it is not."""
+
+    add: Add
+    grammar: CompiledGrammar | None
+    error: Exception | None
+
+
+class GrammarThreads:
+    """Compiles grammars of requests, and hands them back through `done`, from a thread.
+
+    Large ones share a thread; small ones do not wait for them.
+    """
+
+    def __init__(self, engine: Engine, done: Callable[[Compiled], None]) -> None:
+        self._engine, self._done = engine, done
+        self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, "grammar", initializer=lower_priority)
+        self._large = ThreadPoolExecutor(1, "large-grammar", initializer=lower_priority)
+        self._waiting: dict[str, Future[None]] = {}
+
+    def submit(self, add: Add) -> None:
+        """Compile the grammar of a request; ValueError where too many wait."""
+        if len(self._waiting) >= MAX_WAITING:
+            raise ValueError("too many grammars wait to be compiled; try again")
+        wanted = add.params.structured_outputs
+        large = wanted is not None and len(wanted.text) > LARGE_CHARS
+        pool = self._large if large else self._small
+        self._waiting[add.request_id] = pool.submit(self._compile, add, add.params)
+
+    def take(self, request_id: str) -> bool:
+        """Stop waiting for the grammar of a request; whether it was waiting."""
+        waiting = self._waiting.pop(request_id, None)
+        if waiting is not None:
+            waiting.cancel()
+        return waiting is not None
+
+    def _compile(self, add: Add, params: SamplingParams) -> None:
+        try:
+            self._done(Compiled(add, self._engine.compile_grammar(params), None))
+        except Exception as error:  # of this request alone
+            self._done(Compiled(add, None, error))
+
+
 def snapshot(engine: Engine) -> Snapshot:
-    """A copy of the counts."""
     stats = copy.deepcopy(engine.stats)
     return Snapshot(stats, engine.num_running, engine.num_waiting, engine.pool.usage)
 

@@ -16,9 +16,7 @@ from typing import Any
 from anabranch.llm.engine.async_llm import EngineDead
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.server.channel import Channel
-from anabranch.llm.server.delta_listener import DeltaListener
-from anabranch.llm.server.deltas import RequestDelta
+from anabranch.llm.server.deltas import DeltaListener, RequestDelta
 from anabranch.llm.server.engine_watch import EngineWatch, HangPolicy
 from anabranch.llm.server.errors import RequestBroken, RequestRefused
 from anabranch.llm.server.messages import (
@@ -26,6 +24,7 @@ from anabranch.llm.server.messages import (
     Add,
     Beat,
     Broken,
+    Channel,
     Failed,
     Loading,
     Outputs,
@@ -43,7 +42,7 @@ log = logging.getLogger(__name__)
 class EngineProcess:
     """Starts an engine, waits until it is ready, and streams what it reports of requests.
 
-    One that hangs is killed, and has then ended like any other.
+    A process that hangs is killed, which then counts as its end.
     """
 
     num_restarts = 0
@@ -80,7 +79,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of the engine's process."""
         return self._process.pid
 
     @property
@@ -132,11 +130,7 @@ class EngineProcess:
         with self._closes:
             self._channel.close()
             self._watcher.join()
-            try:
-                self._process.wait(EXIT_SECONDS)
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+            self._wait_or_kill(EXIT_SECONDS)
 
     def _wait_until_ready(self, progress: Progress | None) -> Ready:
         while (message := self._start.get()) is not None:
@@ -148,7 +142,7 @@ class EngineProcess:
         raise ValueError(f"the engine did not start: {self.error}")
 
     def _receive(self, message: Any) -> None:
-        """From the channel's thread."""
+        """Called by the channel's thread."""
         self._watch.hear(message)
         match message:
             case Beat():
@@ -167,10 +161,10 @@ class EngineProcess:
                 self._in_loop(self._dispatch, message)
 
     def _ended(self) -> None:
-        """From the channel's thread, when the other side is gone."""
+        """Called by the channel's thread when the other side is gone."""
         try:
             if not self._closing:
-                code = self._exit_code()
+                code = self._wait_or_kill(EXIT_SECONDS / 5)
                 self.error = self.error or f"the engine process ended with exit code {code}"
             self._in_loop(self._fail_all)
             if self._was_ready and not self._closing:
@@ -180,17 +174,18 @@ class EngineProcess:
             self._over.set()
 
     def _look(self) -> None:
-        """From a thread, until the process ends: the end of a killed one ends its socket, too."""
+        """Runs in a thread until the process ends; killing it also closes its socket."""
         while not self._over.wait(WATCH_SECONDS):
             if (reason := self._watch.pass_time(WATCH_SECONDS)) is not None:
                 self.error = self.error or reason
                 self._process.kill()
                 return
 
-    def _exit_code(self) -> int:
+    def _wait_or_kill(self, seconds: float) -> int:
+        """The exit code of a process whose socket is closed: it cannot be used any more."""
         try:
-            return self._process.wait(EXIT_SECONDS / 5)
-        except subprocess.TimeoutExpired:  # its socket is closed: it cannot be used any more
+            return self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
             self._process.kill()
             return self._process.wait()
 

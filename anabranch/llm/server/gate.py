@@ -1,19 +1,23 @@
-"""What is looked at before a request is read: its host, its key and its size."""
+"""What is looked at before a request is parsed: its host, its key and its size."""
 
 from __future__ import annotations
 
+import ipaddress
+import re
 import secrets
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from anabranch.llm.server.body_values import MAX_CONTAINERS, MAX_VALUES, has_many_values
 from anabranch.llm.server.errors import ApiError
-from anabranch.llm.server.host_names import HostNames
 
 # paths that need no key: the page, what it is made of, and how the server is
 OPEN = frozenset({"/", "/docs", "/openapi.json", "/health", "/version", "/metrics", "/stats"})
 OPEN_FOLDER = "/page/"
+MAX_VALUES = 1 << 19  # numbers and strings: tens of milliseconds
+MAX_CONTAINERS = 1 << 15  # lists and objects
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 
 
 class Gate:
@@ -41,55 +45,50 @@ class Gate:
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        error = (
-            self._refuse_host(headers)
-            or self._refuse_key(scope["path"], headers)
-            or self._refuse_length(headers)
-        )
-        if error is not None:
+        try:
+            self._check_host(headers)
+            self._check_key(scope["path"], headers)
+            self._check_length(headers)
+        except ApiError as error:
             await error.response(scope, receive, send)
             return
         await self._app(scope, self._counted(receive), send)
 
-    def _refuse_host(self, headers: Headers) -> ApiError | None:
+    def _check_host(self, headers: Headers) -> None:
         host = headers.get("host")  # browsers send it always, HTTP/1.0 need not
-        if self._hosts is None or host is None or self._hosts.holds(host):
-            return None
-        return ApiError(
-            403,
-            f"there is no host {host[:100]!r} here; if it should be, start the server with "
-            "--allowed-host and its name",
-            code="unknown_host",
-        )
+        if self._hosts is not None and host is not None and not self._hosts.holds(host):
+            raise ApiError(
+                403,
+                f"there is no host {host[:100]!r} here; if it should be, start the server with "
+                "--allowed-host and its name",
+                code="unknown_host",
+            )
 
-    def _refuse_key(self, path: str, headers: Headers) -> ApiError | None:
+    def _check_key(self, path: str, headers: Headers) -> None:
         if self._api_key is None or path in OPEN or path.startswith(OPEN_FOLDER):
-            return None
+            return
         # Starlette reads headers as Latin-1, whatever bytes they hold
         kind, _, given = headers.get("authorization", "").partition(" ")
-        if kind.lower() == "bearer" and secrets.compare_digest(
-            given.strip().encode("latin-1"), self._api_key
-        ):
-            return None
-        say = "the API key is wrong" if given else "there is no API key"
-        return ApiError(
-            401,
-            f"{say}: send the header 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            headers={"WWW-Authenticate": "Bearer"},
-        )
+        same = secrets.compare_digest(given.strip().encode("latin-1"), self._api_key)
+        if kind.lower() != "bearer" or not same:
+            say = "the API key is wrong" if given else "there is no API key"
+            raise ApiError(
+                401,
+                f"{say}: send the header 'Authorization: Bearer KEY'",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
 
-    def _refuse_length(self, headers: Headers) -> ApiError | None:
+    def _check_length(self, headers: Headers) -> None:
         length = headers.get("content-length", "")
         if length.isdigit() and int(length[:20]) > self._max_bytes:
-            return self._too_large()
-        return None
+            raise self._too_large()
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body exceeds {self._max_bytes} bytes; send less at once")
 
     def _counted(self, receive: Receive) -> Receive:
-        """For bodies that do not say how long they are, and for what they hold."""
+        """Count the bytes of a body that states no length, and the values of any body."""
         size, chunks = 0, list[bytes]()
 
         async def counted() -> Message:
@@ -117,3 +116,62 @@ def checked_key(api_key: str) -> str:
     if not (key := api_key.strip()):
         raise ValueError("api_key must not be empty")
     return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address to listen on is reached from this machine only."""
+    address = _address(host)
+    return host == "localhost" if address is None else address.is_loopback
+
+
+class HostNames:
+    """Names under which a server answers: this machine's own, every address, and those given.
+
+    A page of another origin can have its own name resolve to 127.0.0.1 (DNS rebinding); a browser
+    then takes a server on this machine for that origin's. Such requests carry the page's name as
+    their host. An address cannot be rebound.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        for name in names:
+            if not name or any(mark in name for mark in "/:@ ") or isinstance(names, str):
+                raise ValueError(
+                    f"allowed_hosts must hold names like chat.example, without a port, got {name!r}"
+                )
+        self._names = {name.lower() for name in names} | {"localhost"}
+
+    def holds(self, header: str) -> bool:
+        """Whether the value of a Host header is one of them, with any port."""
+        name = _without_port(header.strip()).lower().removesuffix(".")
+        is_local = name in self._names or name.endswith(".localhost")
+        return is_local or _address(name.strip("[]")) is not None
+
+
+def _without_port(header: str) -> str:
+    if header.startswith("["):
+        return header.partition("]")[0] + "]"
+    return header.partition(":")[0]
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(text)
+    except ValueError:
+        return None
+
+
+def has_many_values(chunks: Sequence[bytes]) -> bool:
+    """Whether a body, in the pieces in which it came, holds more than is parsed.
+
+    Parsing and checking keep the interpreter to themselves: a million small lists, which a few MiB
+    hold, take seconds, a text of the same size milliseconds.
+    """
+    if not _exceeds(chunks):
+        return False
+    return _exceeds([_STRING.sub(b"", b"".join(chunks))])  # commas and brackets of texts are none
+
+
+def _exceeds(chunks: Sequence[bytes]) -> bool:
+    num_values = sum(chunk.count(b",") for chunk in chunks)
+    num_containers = sum(chunk.count(b"[") + chunk.count(b"{") for chunk in chunks)
+    return num_values >= MAX_VALUES or num_containers > MAX_CONTAINERS

@@ -3,22 +3,96 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from anabranch.llm.server.deltas import RequestDelta
-from anabranch.llm.server.engine_metrics import EngineMetrics
-from anabranch.llm.server.served_engine import ServedEngine
+from anabranch.llm.server.messages import ServedEngine
 
 _FIRST = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _BETWEEN = (0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 2.5)
 _WHOLE = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 60.0, 120.0, 240.0, 600.0)
 _SIZES = tuple(float(4**power) for power in range(10))
+# By name: what it means, and where a snapshot of the engine has it
+_GAUGES = {
+    "num_requests_running": ("Sequences that run.", "num_running"),
+    "num_requests_waiting": ("Sequences that wait.", "num_waiting"),
+    "kv_cache_usage_perc": ("Share of the pages in use, 1 for all.", "cache_usage"),
+}
+_COUNTERS = {
+    "num_preemptions": ("Sequences put back to wait.", "stats.num_preemptions"),
+    "engine_steps": ("Steps of the engine.", "stats.num_steps"),
+    "engine_graph_steps": ("Steps replayed from a CUDA graph.", "stats.num_graph_steps"),
+    "kv_cache_saturated_elements": (
+        "Elements of keys and values that a quantised cache could not hold.",
+        "stats.num_saturated",
+    ),
+    "nan_logits_rows": (
+        "Output tokens that had a NaN among their logits, which counts as -inf.",
+        "stats.num_nan_rows",
+    ),
+    "spec_decode_num_drafts": (
+        "Verifications of a sequence's drafts.",
+        "stats.speculative.num_drafts",
+    ),
+    "spec_decode_num_draft_tokens": ("Tokens drafted.", "stats.speculative.num_draft_tokens"),
+    "spec_decode_num_accepted_tokens": (
+        "Draft tokens accepted.",
+        "stats.speculative.num_accepted_tokens",
+    ),
+}
+
+
+class EngineMetrics(Collector):
+    """Reads the newest snapshot when asked."""
+
+    def __init__(self, model_name: str, engine: ServedEngine) -> None:
+        self._model_name, self._engine = model_name, engine
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._gauge("engine_up", "Whether the engine answers.", not self._engine.trouble)
+        restarts = self._engine.num_restarts
+        yield self._counter("engine_restarts", "Times the engine was started again.", restarts)
+        snapshot = self._engine.snapshot
+        if snapshot is None:
+            return
+        for name, (meaning, where) in _GAUGES.items():
+            yield self._gauge(name, meaning, attrgetter(where)(snapshot))
+        for name, (meaning, where) in _COUNTERS.items():
+            yield self._counter(name, meaning, attrgetter(where)(snapshot))
+        accepted = {str(i): count for i, count in enumerate(snapshot.stats.speculative.accepted_at)}
+        stages = {stage: ms / 1e3 for stage, ms in snapshot.stats.stage_ms.items()}
+        yield self._counters(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Draft tokens accepted, by position.",
+            "position",
+            accepted,
+        )
+        yield self._counters("stage_time_seconds", "Time in each stage of a step.", "stage", stages)
+
+    def _gauge(self, name: str, help: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"anabranch:{name}", help, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counter(self, name: str, help: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"anabranch:{name}", help, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _counters(self, name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+        family = CounterMetricFamily(f"anabranch:{name}", help, labels=["model_name", label])
+        for key, value in values.items():
+            family.add_metric([self._model_name, key], value)
+        return family
 
 
 class Metrics:
-    """Of one server."""
+    """The metrics of one server."""
 
     def __init__(self, model_name: str, engine: ServedEngine) -> None:
         self._registry = CollectorRegistry()
@@ -63,11 +137,9 @@ class Metrics:
         return RequestWatch(self, num_prompt_tokens, arrival)
 
     def finished(self, reason: str) -> None:
-        """A continuation ended."""
         self._finished.labels(self._model_name, reason).inc()
 
     def render(self) -> bytes:
-        """In Prometheus' text format."""
         return generate_latest(self._registry)
 
     def _histogram(self, name: str, help: str, buckets: tuple[float, ...]) -> Histogram:
@@ -94,7 +166,7 @@ class RequestWatch:
         self._over = False
 
     def observe(self, delta: RequestDelta) -> bool:
-        """Something new; whether it is the first."""
+        """Count a delta; whether it is the request's first."""
         now, metrics = time.monotonic(), self._metrics
         is_first = not self._first
         if is_first:
@@ -117,7 +189,7 @@ class RequestWatch:
         return is_first
 
     def end(self) -> None:
-        """Nothing follows; without its last token, the request was given up."""
+        """No delta follows; a request without its last token was aborted."""
         if not self._over:
             self._metrics.finished("abort")
 

@@ -1,4 +1,4 @@
-"""The served model and its tokens."""
+"""The served model, its tokens, and how the server is: health, version, metrics and counts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 from typing import Any, Literal, cast
 
 from fastapi import APIRouter, Request, Response
+from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
+from anabranch import __version__
 from anabranch.llm.server.chat_models import Message
-from anabranch.llm.server.errors import REFUSALS, ApiError, unsupported
-from anabranch.llm.server.events import as_json
-from anabranch.llm.server.protocol import StrictModel, Text, TokenIds, described
+from anabranch.llm.server.errors import REFUSALS, ApiError, refused, unsupported
+from anabranch.llm.server.openai_fields import StrictModel, Text, TokenIds, described
+from anabranch.llm.server.reply import as_json
 from anabranch.llm.server.service import Service, service_of
 
 router = APIRouter(responses=REFUSALS)
@@ -127,7 +129,7 @@ async def tokenize(request: Request, body: TokenizeRequest) -> Response:
     service = service_of(request)
     service.check_model(body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "give either prompt or messages", param="prompt")
+        raise refused("prompt", "give either prompt or messages")
     texts = [text for message in body.messages or () for text in message.texts]
     texts += [body.prompt or ""]
     service.encoder.refuse_by_bytes(texts, "prompt")
@@ -172,9 +174,9 @@ async def detokenize(request: Request, body: DetokenizeRequest) -> Detokenized:
     service.check_model(body.model)
     size, most = service.engine.info.vocab_size, service.engine.info.max_model_len
     if len(body.tokens) > most:
-        raise ApiError(400, f"give at most {most} tokens, got {len(body.tokens)}", param="tokens")
+        raise refused("tokens", f"give at most {most} tokens, got {len(body.tokens)}")
     if any(token >= size for token in body.tokens):
-        raise ApiError(400, f"tokens must be below the vocabulary of {size}", param="tokens")
+        raise refused("tokens", f"tokens must be below the vocabulary of {size}")
     return Detokenized(prompt=await asyncio.to_thread(service.texts.decode, body.tokens))
 
 
@@ -182,3 +184,53 @@ def _card(request: Request) -> ModelCard:
     service = service_of(request)
     limit = service.engine.info.max_model_len
     return ModelCard(id=service.model_name, created=service.created, max_model_len=limit)
+
+
+@router.get("/health")
+async def health(request: Request) -> dict[str, str]:
+    """200 while requests are answered, 503 when not."""
+    service_of(request).check_engine()
+    return {"status": "ok"}
+
+
+@router.get("/version")
+async def get_version() -> dict[str, str]:
+    """Of this package."""
+    return {"version": __version__}
+
+
+@router.get("/metrics", response_class=Response)
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    return Response(service_of(request).metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+@router.get("/stats")
+async def stats(request: Request) -> dict[str, Any]:
+    """Counts of the engine since its start, as the page at / draws them."""
+    service = service_of(request)
+    service.check_engine()
+    snapshot, info = service.engine.snapshot, service.engine.info
+    if snapshot is None:
+        raise ApiError(503, "the engine has not reported any counts yet")
+    counts, spec = snapshot.stats, snapshot.stats.speculative
+    return {
+        "model": service.model_name,
+        "device": info.device,
+        "max_model_len": info.max_model_len,
+        "max_drafts": info.max_drafts,
+        "cache_tokens": info.cache_tokens,
+        "restarts": service.engine.num_restarts,
+        "running": snapshot.num_running,
+        "waiting": snapshot.num_waiting,
+        "cache_usage": snapshot.cache_usage,
+        "steps": counts.num_steps,
+        "output_tokens": counts.num_output_tokens,
+        "preemptions": counts.num_preemptions,
+        "stage_ms": counts.stage_ms,
+        "drafts": spec.num_drafts,
+        "draft_tokens": spec.num_draft_tokens,
+        "accepted_tokens": spec.num_accepted_tokens,
+        "drafted_at": spec.drafted_at,
+        "accepted_at": spec.accepted_at,
+    }

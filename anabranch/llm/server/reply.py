@@ -1,35 +1,39 @@
-"""What completions and chats have in common: a job for the engine, and the parts of an answer."""
+"""How answers are written: what completions and chats share, and server-sent events."""
 
 from __future__ import annotations
 
+import json
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Literal, Protocol, cast
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel
 
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sampling.token_logprobs import TokenLogprobs
 from anabranch.llm.server.deltas import ChoiceDelta, RequestDelta
-from anabranch.llm.server.errors import ApiError
-from anabranch.llm.server.protocol import (
+from anabranch.llm.server.errors import refused
+from anabranch.llm.server.openai_fields import (
     CachedTokens,
     PromptLogprobs,
     SamplingFields,
     TokenOrigin,
     Usage,
 )
-from anabranch.llm.server.server_limits import ServerLimits
-from anabranch.llm.server.token_texts import TokenStream, TokenTexts
+from anabranch.llm.server.service import Service
+from anabranch.llm.server.token_texts import TokenStream
 
-FinishReason = Literal["stop", "length"]
 ORIGINS: tuple[Literal["sampled", "accepted", "corrected"], ...] = (
     "sampled",
     "accepted",
     "corrected",
 )
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity
+DONE = b"data: [DONE]\n\n"
+_quoted = json.JSONEncoder(ensure_ascii=False).encode
+Body = TypeVar("Body", bound=SamplingFields)
 
 
 class Reply(Protocol):
@@ -57,53 +61,102 @@ class Reply(Protocol):
         ...
 
 
-class Head:
-    """The fields that every object of an answer has."""
+class SampledReply(Generic[Body]):
+    """What completions and chats share: how objects begin, and what is reported of tokens."""
 
-    def __init__(self, prefix: str, model: str) -> None:
-        self.id = f"{prefix}-{secrets.token_hex(12)}"
-        self.created = int(time.time())
-        self.model = model
+    params: SamplingParams
 
-
-def refuse_stream_options(body: SamplingFields) -> None:
-    """Options that contradict being streamed, or not."""
-    if body.stream and body.prompt_logprobs is not None:
-        raise ApiError(
-            400, "prompt_logprobs do not come as a stream; leave out stream", param="stream"
-        )
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options need stream: true", param="stream_options")
-
-
-def sends_only_text(body: SamplingFields, params: SamplingParams) -> bool:
-    """Whether chunks before the last carry text only."""
-    more = body.return_token_ids or body.return_token_origins or params.logprobs is not None
-    return not more and not body.counts_continuously
-
-
-class ChunkUsage:
-    """The usage in the chunks of a stream: none, null, or counts so far as vLLM sends them.
-
-    Counts are those of the chunk's own choice and prompt.
-    """
-
-    def __init__(self, body: SamplingFields) -> None:
-        self._includes, self._counts = body.includes_usage, body.counts_continuously
+    def __init__(self, service: Service, body: Body, prefix: str) -> None:
+        if body.stream and body.prompt_logprobs is not None:
+            raise refused("stream", "prompt_logprobs do not come as a stream; leave out stream")
+        if body.stream_options is not None and not body.stream:
+            raise refused("stream_options", "stream_options need stream: true")
+        self._service, self._body = service, body
+        self._head = new_head(prefix, service.model_name)
+        self._text_events = TextEvents()
+        self._streams: dict[tuple[int, int], TokenStream] = {}  # by prompt and choice
         self._num_output: dict[int, int] = {}  # by choice
+        self.streams = bool(body.stream)
 
-    def fields(
+    @cached_property
+    def _sends_only_text(self) -> bool:
+        """Whether chunks before the last carry text only."""
+        body = self._body
+        reports = body.return_token_ids or body.return_token_origins or body.counts_continuously
+        return not reports and self.params.logprobs is None
+
+    def _chunk_usage(
         self, index: int, prompt: Sequence[int], num_tokens: int, num_cached: int
     ) -> dict[str, Usage | None]:
-        """Of a chunk that brings `num_tokens` of a choice."""
-        if not self._counts:
-            return {"usage": None} if self._includes else {}
+        """The usage of a chunk that brings `num_tokens` of a choice: none, null, or counts so far.
+
+        Counts are those of the chunk's own choice and prompt, as vLLM sends them.
+        """
+        if not self._body.counts_continuously:
+            return {"usage": None} if self._body.includes_usage else {}
         total = self._num_output[index] = self._num_output.get(index, 0) + num_tokens
         return {"usage": count_usage([prompt], total, num_cached)}
 
+    def _token_fields(self, place: int, choice: ChoiceDelta) -> dict[str, Any]:
+        """What a body may ask of the new tokens of a choice."""
+        fields: dict[str, Any] = {}
+        if self._body.return_token_ids:
+            fields["token_ids"] = choice.token_ids
+        if self._body.return_token_origins:
+            fields["token_origins"] = self._origins(place, choice)
+        return fields
+
+    def _origins(self, place: int, choice: ChoiceDelta) -> list[TokenOrigin]:
+        texts, keeps = self._service.texts, self._body.skip_special_tokens is False
+        stream = self._streams.setdefault((place, choice.number), TokenStream(texts))
+        return [
+            TokenOrigin(
+                id=token,
+                text=stream.push(token) if keeps or not texts.is_special(token) else "",
+                origin=ORIGINS[choice.origins[i]],
+                step=choice.steps[i],
+                logprob=written(choice.logprobs[i][token].logprob) if choice.logprobs else None,
+            )
+            for i, token in enumerate(choice.token_ids)
+        ]
+
+    def _refuse_many_logprobs(self, prompts: Sequence[Sequence[int]], each: int) -> None:
+        """Refuse an answer with too many logprobs of prompts, `each` of them for a token."""
+        total, most = each * sum(map(len, prompts)), self._service.limits.max_prompt_logprobs
+        if total > most:
+            raise refused(
+                "prompt_logprobs",
+                f"the answer would have {total} logprobs of prompts, the most is {most}; ask for "
+                "fewer at each token, or with fewer or shorter prompts",
+            )
+
+    def _prompt_logprobs(self, entries: Sequence[TokenLogprobs | None]) -> PromptLogprobs:
+        """As vLLM writes them."""
+        return [
+            None
+            if entry is None
+            else {
+                str(token): {
+                    "logprob": written(item.logprob),
+                    "rank": item.rank,
+                    "decoded_token": self._service.texts.text_of(token),
+                }
+                for token, item in entry.items()
+            }
+            for entry in entries
+        ]
+
+
+def new_head(prefix: str, model: str) -> dict[str, Any]:
+    """The fields that every object of an answer has."""
+    return {
+        "id": f"{prefix}-{secrets.token_hex(12)}",
+        "created": int(time.time()),
+        "model": model,
+    }
+
 
 def count_usage(prompts: Sequence[Sequence[int]], num_output: int, num_cached: int) -> Usage:
-    """Tokens of all prompts and continuations."""
     num_prompt = sum(len(prompt) for prompt in prompts)
     return Usage(
         prompt_tokens=num_prompt,
@@ -113,68 +166,34 @@ def count_usage(prompts: Sequence[Sequence[int]], num_output: int, num_cached: i
     )
 
 
-def finish_reason(choice: ChoiceDelta) -> FinishReason | None:
-    """As OpenAI names it."""
-    return cast("FinishReason | None", choice.finish_reason)
-
-
 def written(logprob: float) -> float:
     """A logprob that JSON can hold."""
     return max(logprob, LOWEST_LOGPROB)
 
 
-def refuse_many_logprobs(prompts: Sequence[Sequence[int]], each: int, limits: ServerLimits) -> None:
-    """Refuse an answer with too many logprobs of prompts, `each` of them for a token."""
-    total, most = each * sum(map(len, prompts)), limits.max_prompt_logprobs
-    if total > most:
-        raise ApiError(
-            400,
-            f"the answer would have {total} logprobs of prompts, the most is {most}; ask for fewer "
-            "at each token, or with fewer or shorter prompts",
-            param="prompt_logprobs",
-        )
+def as_json(model: BaseModel) -> bytes:
+    return model.model_dump_json(exclude_unset=True).encode()
 
 
-def prompt_logprobs(entries: Sequence[TokenLogprobs | None], texts: TokenTexts) -> PromptLogprobs:
-    """As vLLM writes them."""
-    return [
-        None
-        if entry is None
-        else {
-            str(token): {
-                "logprob": written(item.logprob),
-                "rank": item.rank,
-                "decoded_token": texts.text_of(token),
-            }
-            for token, item in entry.items()
-        }
-        for entry in entries
-    ]
+def event_of(model: BaseModel) -> bytes:
+    return b"data: " + as_json(model) + b"\n\n"
 
 
-class OriginWriter:
-    """Where the tokens of each continuation came from."""
+class TextEvents:
+    """Events of choices that differ in their text alone: the rest is written once.
 
-    def __init__(self, texts: TokenTexts, keep_special: bool) -> None:
-        self._texts = texts
-        self._keep_special = keep_special
-        self._streams: dict[tuple[int, int], TokenStream] = {}
+    Writing the model of every chunk takes six times as long, and there is one for every token.
+    """
 
-    def origins(self, place: int, choice: ChoiceDelta) -> list[TokenOrigin]:
-        """Of the new tokens of a choice."""
-        key = (place, choice.number)
-        stream = self._streams.setdefault(key, TokenStream(self._texts))
-        return [
-            TokenOrigin(
-                id=token,
-                text=self._text(stream, token),
-                origin=ORIGINS[choice.origins[i]],
-                step=choice.steps[i],
-                logprob=written(choice.logprobs[i][token].logprob) if choice.logprobs else None,
-            )
-            for i, token in enumerate(choice.token_ids)
-        ]
+    def __init__(self) -> None:
+        self._around: dict[int, tuple[bytes, bytes]] = {}
 
-    def _text(self, stream: TokenStream, token: int) -> str:
-        hidden = self._texts.is_special(token) and not self._keep_special
-        return "" if hidden else stream.push(token)
+    def event(self, index: int, text: str, chunk: Callable[[int, str], BaseModel]) -> bytes:
+        """A choice's next text; `chunk` makes the model of a choice, by its index, with a text."""
+        around = self._around.get(index)
+        if around is None:
+            mark = secrets.token_hex(16)  # occurs nowhere else
+            event = event_of(chunk(index, mark))
+            before, _, after = event.partition(_quoted(mark).encode())
+            around = self._around[index] = before, after
+        return around[0] + _quoted(text).encode() + around[1]

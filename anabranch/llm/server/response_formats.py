@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
-from anabranch.llm.server.protocol import StrictModel, Text, TokenIds, described
+from anabranch.llm.server.openai_fields import StrictModel, Text, TokenIds, described
 
 MAX_BAD_WORDS = 128
 _GUIDED = ("json", "regex", "choice", "grammar")
@@ -115,7 +115,6 @@ class FormFields(StrictModel):
         return structured_outputs(self.response_format, fields)
 
     def rules(self) -> dict[str, Any]:
-        """Options of SamplingParams."""
         listed = self.allowed_token_ids
         return {
             "structured_outputs": self.form(),

@@ -8,7 +8,15 @@ from pydantic import BaseModel, Field, model_validator
 
 from anabranch.llm.server.chat_models import ChatRequest
 from anabranch.llm.server.errors import unsupported
-from anabranch.llm.server.protocol import Count, StrictModel, Text, described, without_nulls
+from anabranch.llm.server.openai_fields import (
+    Count,
+    IgnoredFields,
+    StrictModel,
+    Text,
+    described,
+    without_nulls,
+)
+from anabranch.llm.server.response_formats import NamedSchema
 from anabranch.llm.server.tool_models import MAX_TOOLS, FunctionName
 
 _EXAMPLE = [{"role": "user", "content": "Name three rivers."}]
@@ -77,19 +85,12 @@ class FlatTool(StrictModel):
     strict: bool | None = described(None, "Accepted as in chats.", True)
 
 
-class FlatFormat(StrictModel):
+class FlatFormat(NamedSchema):
     """The form of the text."""
 
     type: Literal["text", "json_object", "json_schema"] = described(..., "Its kind.", "text")
-    name: Text | None = described(None, "Name of the schema.", "city")
-    description: Text | None = described(None, "Accepted without effect.", "A city.")
-    schema_: dict[Text, Any] | None = Field(
-        None, alias="schema", description="The JSON schema.", examples=[{"type": "object"}]
-    )
-    strict: bool | None = described(None, "Accepted: answers always match.", True)
 
     def response_format(self) -> dict[str, Any]:
-        """As a chat has it."""
         if self.type != "json_schema":
             return {"type": self.type}
         schema = {"name": self.name or "answer", "schema": self.schema_ or {}}
@@ -103,7 +104,7 @@ class TextOptions(StrictModel):
     verbosity: Text | None = described(None, "Accepted without effect.", "low")
 
 
-class ResponseRequest(StrictModel):
+class ResponseRequest(IgnoredFields):
     """A conversation whose answer is not kept."""
 
     model: Text | None = described(
@@ -141,10 +142,6 @@ class ResponseRequest(StrictModel):
     include: list[Text] | None = described(None, "Accepted without effect.", [])
     metadata: dict[Text, Any] | None = described(None, "Returned as it is.", {"run": "7"})
     truncation: Text | None = described(None, "Accepted without effect.", "disabled")
-    user: Text | None = described(None, "Accepted without effect.", "ada")
-    service_tier: Text | None = described(None, "Accepted without effect.", "auto")
-    prompt_cache_key: Text | None = described(None, "Accepted without effect.", "chat-7")
-    safety_identifier: Text | None = described(None, "Accepted without effect.", "ada")
     max_tool_calls: int | None = described(None, "Accepted without effect.", 4)
     top_logprobs: int | None = described(None, "Must be 0.", 0, ge=0, le=0)
     seed: int | None = described(None, "As in chats.", 42, ge=-(1 << 63), lt=1 << 63)

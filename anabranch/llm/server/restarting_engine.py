@@ -6,9 +6,11 @@ import asyncio
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
 from contextlib import aclosing
+from dataclasses import dataclass
 
 from anabranch.llm.engine.async_llm import EngineDead
 from anabranch.llm.engine.config import EngineConfig
@@ -17,9 +19,44 @@ from anabranch.llm.server.deltas import RequestDelta
 from anabranch.llm.server.engine_process import EXIT_SECONDS, EngineProcess, Progress
 from anabranch.llm.server.engine_watch import HangPolicy
 from anabranch.llm.server.messages import Snapshot
-from anabranch.llm.server.restart_policy import RestartBudget, RestartPolicy
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestartPolicy:
+    """How often an engine is started again before it is given up."""
+
+    max_restarts: int = 3  # within `window_seconds`; 0 gives the engine up at its first end
+    first_delay: float = 1.0  # seconds before the first restart; each further one waits twice that
+    window_seconds: float = 600.0
+
+    def __post_init__(self) -> None:
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
+        if self.first_delay < 0 or self.window_seconds <= 0:
+            raise ValueError(
+                f"first_delay must be at least 0 and window_seconds above 0, "
+                f"got {self.first_delay} and {self.window_seconds}"
+            )
+
+
+class RestartBudget:
+    """Counts how often an engine's process has ended."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._ends: deque[float] = deque()  # seconds, as they were given
+
+    def next_delay(self, now: float) -> float | None:
+        """Seconds to wait after an end at `now`; None when there were too many."""
+        policy = self._policy
+        self._ends.append(now)
+        while now - self._ends[0] > policy.window_seconds:
+            self._ends.popleft()
+        if len(self._ends) > policy.max_restarts:
+            return None
+        return policy.first_delay * 2 ** (len(self._ends) - 1)
 
 
 class RestartingEngine:
@@ -53,7 +90,6 @@ class RestartingEngine:
 
     @property
     def pid(self) -> int:
-        """Of the newest process."""
         return self._process.pid
 
     @property
@@ -66,20 +102,18 @@ class RestartingEngine:
 
     @property
     def snapshot(self) -> Snapshot | None:
-        """The newest counts of the running process."""
         return self._process.snapshot
 
     async def generate(
         self, prompts: Mapping[str, list[int]], params: SamplingParams
     ) -> AsyncGenerator[RequestDelta]:
-        """As of `EngineProcess`, once there is one that runs."""
+        """As `EngineProcess.generate`, once a process runs."""
         process = await self._running()
         async with aclosing(process.generate(prompts, params)) as deltas:
             async for delta in deltas:
                 yield delta
 
     def close(self) -> None:
-        """End the process; open requests get EngineDead."""
         self._closing.set()
         self._fail("the engine was closed")
         self._process.close()
@@ -103,7 +137,7 @@ class RestartingEngine:
                 return
 
     def _publish(self, process: EngineProcess) -> bool:
-        """Give a process to those that wait for it, unless there is to be none any more."""
+        """Give a process to the requests that wait for it, unless the engine was closed."""
         with self._lock:
             closed = self._closing.is_set()
             if not closed:

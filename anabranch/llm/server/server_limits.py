@@ -1,15 +1,35 @@
-"""How much a server takes on."""
+"""How much a server takes on: bounds, a quota of sequences, deadlines, threads for long work."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import math
-from collections.abc import Generator
-from contextlib import contextmanager
+import os
+import sys
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
-from anabranch.llm.server.errors import ApiError
+from anabranch.llm.server.errors import ApiError, ServerClosing
 
 RETRY_AFTER_SECONDS = 1
+_LEAST = {
+    "max_queue": 0,
+    "max_body_bytes": 1,
+    "max_connections": 1,
+    "max_prompt_logprobs": 0,
+    "max_prompt_tokens": 1,
+}
+LONG_CHARS = 1 << 16  # tokenized in 35 ms on one core of a server
+MAX_WAITING_CHARS = 32 << 20  # of long texts that wait: a bound on memory
+NUM_SHORT_THREADS = 2
+LOW_PRIORITY = 10  # of nice(1)
+LARGE_ANSWER = 1000  # tokens, logprobs or strings: written in a millisecond
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,24 +46,17 @@ class ServerLimits:
     max_connections: int = 1024  # one more ends the one that has waited longest for a request
 
     def __post_init__(self) -> None:
-        if self.max_queue < 0:
-            raise ValueError(f"max_queue must be at least 0, got {self.max_queue}")
-        for name in ("max_body_bytes", "max_connections"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.max_prompt_logprobs < 0:
-            raise ValueError(
-                f"max_prompt_logprobs must be at least 0, got {self.max_prompt_logprobs}"
-            )
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} must be at least {least}, got {value}")
         for name in ("max_request_seconds", "header_seconds", "body_seconds"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be above 0 and finite, got {getattr(self, name)}")
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ValueError(f"max_prompt_tokens must be at least 1, got {self.max_prompt_tokens}")
 
 
 class SequenceQuota:
-    """Counts the sequences that were taken on and are not over."""
+    """Counts the sequences that were admitted and have not ended."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -51,7 +64,7 @@ class SequenceQuota:
 
     @contextmanager
     def admit(self, num_seqs: int) -> Generator[None]:
-        """Room for sequences, or an error that says when to come back."""
+        """Count sequences while a request runs; an ApiError where there is no room."""
         if num_seqs > self.capacity:
             raise ApiError(
                 400,
@@ -71,3 +84,92 @@ class SequenceQuota:
             yield
         finally:
             self.num_open -= num_seqs
+
+
+class OpenRequests:
+    """Requests that are being answered. Used by the event loop's thread only."""
+
+    def __init__(self, max_seconds: float) -> None:
+        self._max_seconds = max_seconds
+        self._deadlines: set[asyncio.Timeout] = set()
+        self._ended = False
+
+    @asynccontextmanager
+    async def limited(self) -> AsyncGenerator[None]:
+        """Raise TimeoutError after the limit, ServerClosing when the server ends first."""
+        if self._ended:
+            raise ServerClosing
+        deadline = asyncio.timeout(self._max_seconds)
+        try:
+            async with deadline:
+                self._deadlines.add(deadline)
+                yield
+        except TimeoutError:
+            if self._ended and deadline.expired():
+                raise ServerClosing from None
+            raise
+        finally:
+            self._deadlines.discard(deadline)
+
+    def end_all(self) -> None:
+        self._ended = True
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            deadline.reschedule(now)
+
+
+class EncodingThreads:
+    """Run calls that tokenize. Long texts share a thread of low priority: short ones never wait."""
+
+    def __init__(self) -> None:
+        self._short = ThreadPoolExecutor(NUM_SHORT_THREADS, "encode-short")
+        self._long = ThreadPoolExecutor(1, "encode-long", initializer=lower_priority)
+        self._waiting_chars = 0
+
+    async def run(self, num_chars: int, call: Callable[[], T]) -> T:
+        """The result of a call that tokenizes `num_chars` characters."""
+        loop = asyncio.get_running_loop()
+        if num_chars <= LONG_CHARS:
+            return await loop.run_in_executor(self._short, call)
+        if self._waiting_chars and self._waiting_chars + num_chars > MAX_WAITING_CHARS:
+            raise ApiError(
+                429,
+                "too many long prompts wait to be tokenized; try again in 1 s",
+                code="queue_full",
+                headers={"Retry-After": "1"},
+            )
+        self._waiting_chars += num_chars
+        future = self._long.submit(call)
+        # not when the caller leaves: a call that runs cannot be cancelled and holds its text
+        future.add_done_callback(lambda _: self._count_down(loop, num_chars))
+        return await asyncio.wrap_future(future)
+
+    def _count_down(self, loop: asyncio.AbstractEventLoop, num_chars: int) -> None:
+        def count() -> None:
+            self._waiting_chars -= num_chars
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(count)
+
+
+def lower_priority() -> None:
+    """Lower the calling thread's priority, so that steps come first."""
+    if sys.platform == "linux":  # elsewhere priorities belong to processes
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
+
+
+class WritingThread:
+    """Runs calls that write large answers, while the event loop answers others.
+
+    One: each thread that runs Python takes its share of the interpreter from the event loop. Its
+    priority is that of the event loop, which would wait for one that holds the interpreter's lock.
+    """
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "write-answers")
+
+    async def run(self, num_items: int, call: Callable[[], T]) -> T:
+        """The result of a call that writes `num_items`: at once if they are few."""
+        if num_items <= LARGE_ANSWER:
+            return call()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, call)

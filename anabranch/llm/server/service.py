@@ -8,15 +8,17 @@ from typing import cast
 from fastapi import Request
 
 from anabranch.llm.server.answer_forms import AnswerForms, make_answer_forms
-from anabranch.llm.server.encoding_threads import EncodingThreads
 from anabranch.llm.server.errors import ApiError
+from anabranch.llm.server.messages import ServedEngine
 from anabranch.llm.server.metrics import Metrics
-from anabranch.llm.server.open_requests import OpenRequests
-from anabranch.llm.server.prompt_encoder import PromptEncoder
-from anabranch.llm.server.served_engine import ServedEngine
-from anabranch.llm.server.server_limits import SequenceQuota, ServerLimits
-from anabranch.llm.server.token_texts import TokenTexts
-from anabranch.llm.server.writing_thread import WritingThread
+from anabranch.llm.server.server_limits import (
+    EncodingThreads,
+    OpenRequests,
+    SequenceQuota,
+    ServerLimits,
+    WritingThread,
+)
+from anabranch.llm.server.token_texts import PromptEncoder, TokenTexts
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +39,6 @@ class Service:
     created: int  # seconds since 1970
 
     def check_model(self, name: str | None) -> None:
-        """Refuse a model that is not served here."""
         if name is not None and name != self.model_name:
             raise ApiError(
                 404,
@@ -47,7 +48,7 @@ class Service:
             )
 
     def check_engine(self) -> None:
-        """Refuse what would be stale: 503 while the engine does not answer."""
+        """Raise a 503 while the engine does not answer."""
         if (trouble := self.engine.trouble) is not None:
             raise ApiError(503, trouble, code="engine_failed")
 
@@ -61,7 +62,7 @@ def make_service(
     tool_format: str = "auto",
     reasoning: bool = True,
 ) -> Service:
-    """Of an engine that is ready; without `reasoning`, it stays in the text of answers."""
+    """A service of an engine that is ready; without `reasoning`, it stays in answers' text."""
     info = engine.info
     name = model_name or info.model_name
     return Service(
@@ -86,5 +87,4 @@ def make_service(
 
 
 def service_of(request: Request) -> Service:
-    """Of the app that a request came to."""
     return cast("Service", request.app.state.service)

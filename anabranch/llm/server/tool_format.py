@@ -35,7 +35,6 @@ class ToolFormat:
 
     @property
     def first_mark(self) -> str:
-        """What the calls of an answer begin with."""
         return self.around[0] if self.around else self.opens[0]
 
     @property

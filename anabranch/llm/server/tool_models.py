@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, Field
 
-from anabranch.llm.server.protocol import StrictModel, Text, described
+from anabranch.llm.server.openai_fields import StrictModel, Text, described
 
 NAME = r"^[a-zA-Z0-9_.-]{1,64}$"
 MAX_TOOLS = 128

@@ -5,19 +5,54 @@ from __future__ import annotations
 import json
 from typing import Any, cast
 
-from anabranch.llm.server.answer_pieces import AnswerPiece, PieceKind
-from anabranch.llm.server.json_value import JsonValueEnd
-from anabranch.llm.server.marked_text import MarkedText
+from anabranch.llm.server.answer_pieces import AnswerPiece, MarkedText, PieceKind
 from anabranch.llm.server.tool_format import ToolFormat
 
 LONGEST_HEAD = 4096  # characters of a call before its arguments, or of one written otherwise
 _BETWEEN = " \t\r\n,;]}`"
 
 
-class ToolParser:
-    """Text, until a mark or a bare object begins a call; then a name and its arguments.
+class JsonValueEnd:
+    """Counts brackets outside strings. Values are objects, arrays or strings; others end at once.
 
-    What begins like a call and is none is text.
+    `push` says how much of a piece belongs to the value, and `done` whether it is complete.
+    """
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_string = self._escaped = False
+        self.done = False
+
+    def push(self, text: str) -> int:
+        """Characters up to the end of the value; all of them if it goes on."""
+        for place, mark in enumerate(text):
+            self._take(mark)
+            if self.done:
+                return place + 1
+        return len(text)
+
+    def _take(self, mark: str) -> None:
+        if self._in_string:
+            if self._escaped:
+                self._escaped = False
+            elif mark == "\\":
+                self._escaped = True
+            elif mark == '"':
+                self._in_string = False
+                self.done = not self._depth
+        elif mark == '"':
+            self._in_string = True
+        elif mark in "{[":
+            self._depth += 1
+        elif mark in "}]":
+            self._depth -= 1
+            self.done = self._depth <= 0
+
+
+class ToolParser:
+    """Reads text until a mark or a bare object begins a call, then its name and arguments.
+
+    What begins like a call and turns out not to be one is text.
     """
 
     def __init__(self, written: ToolFormat) -> None:
@@ -30,7 +65,6 @@ class ToolParser:
         self._spaces = ""  # written only if text follows
 
     def push(self, text: str, *, final: bool) -> list[AnswerPiece]:
-        """What is new."""
         self._text.push(text)
         pieces: list[AnswerPiece] = []
         while self._state(pieces, final):

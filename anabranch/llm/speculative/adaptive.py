@@ -9,7 +9,7 @@ a step that may have drafts waits for the tokens of the one before it.
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from statistics import fmean, median_low
 
@@ -55,7 +55,7 @@ class Times:
 
     @property
     def value(self) -> float:
-        """Of a step, in milliseconds."""
+        """Milliseconds of a step."""
         most = HELD_UP * median_low(self._last)
         return fmean(ms for ms in self._last if ms <= most)
 
@@ -64,7 +64,7 @@ class Times:
 class Situation:
     """Steps that are alike: batches of about one size, with or without prompts among them."""
 
-    times: dict[int, Times] = field(default_factory=dict[int, Times])  # by number of drafts
+    times: defaultdict[int, Times] = field(default_factory=lambda: defaultdict(Times))  # by drafts
     since_try: int = 0
     trial: int = 0
     trial_left: int = 0
@@ -74,18 +74,13 @@ class Situation:
     def observe(self, num_drafts: int, ms: float) -> None:
         """One more step; the first after a change is not like those that follow it."""
         if num_drafts == self.before:
-            self.times.setdefault(num_drafts, Times()).add(ms)
+            self.times[num_drafts].add(ms)
         self.before = num_drafts
 
     def measured(self, num_drafts: int) -> float | None:
         """Milliseconds of a step, if there were enough of them."""
-        times = self.times.get(num_drafts)
-        return None if times is None or times.count < FRESH else times.value
-
-    def num_observed(self, num_drafts: int) -> int:
-        """How many times were measured."""
-        times = self.times.get(num_drafts)
-        return 0 if times is None else times.count
+        times = self.times[num_drafts]
+        return None if times.count < FRESH else times.value
 
 
 def draft_numbers(max_drafts: int) -> list[int]:
@@ -113,7 +108,6 @@ class AdaptiveDrafts:
 
     @property
     def choices(self) -> list[int]:
-        """Numbers of drafts to choose from."""
         return draft_numbers(self.max_drafts)
 
     def choose(self, batch: int, *, with_prompts: bool = False) -> int:
@@ -131,7 +125,8 @@ class AdaptiveDrafts:
         here.since_try += 1
         if here.since_try >= RETRY_STEPS:
             here.since_try = 0
-            here.trial = min((n for n in self.choices if n != best), key=here.num_observed)
+            others = [number for number in self.choices if number != best]
+            here.trial = min(others, key=lambda number: here.times[number].count)
             here.trial_left = TRIAL_STEPS - 1
             return here.trial
         if best != here.chosen:
@@ -164,7 +159,7 @@ class AdaptiveDrafts:
             self._accepted[position].add(float(position < accepted))
 
     def expected_tokens(self, num_drafts: int) -> float:
-        """Of a sequence and step."""
+        """Expected tokens of a sequence in a step."""
         if self.has_trees:
             return 1.0 + self._expected_of_trees(num_drafts)
         total, reached = 1.0, 1.0
@@ -203,7 +198,7 @@ class AdaptiveDrafts:
         return 0.0 if ms is None else 1e3 * self.expected_tokens(num_drafts) / max(ms, 1e-6)
 
     def _time(self, here: Situation, num_drafts: int) -> float | None:
-        """Of a step with so many drafts, which takes no less time than one with fewer.
+        """Milliseconds of a step with so many drafts: no fewer than with fewer drafts.
 
         Beside prompts of any size, times vary; without this bound, drafts would seem free by luck.
         """

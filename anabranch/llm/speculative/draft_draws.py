@@ -14,11 +14,17 @@ from enum import IntEnum
 import numpy as np
 import torch
 
-from anabranch.llm.runner.fixed_arrays import FixedArrays
-from anabranch.llm.sampling.filters import apply_filters, top_k_bounds
-from anabranch.llm.sampling.logits import clean_scores, first_argmax, log_weights
-from anabranch.llm.sampling.noise import draw, noise_keys
-from anabranch.llm.sampling.parameter_rows import SamplingRows, Work
+from anabranch.llm.runner.step_inputs import FixedArrays
+from anabranch.llm.sampling.logits import (
+    apply_filters,
+    clean_scores,
+    draw,
+    first_argmax,
+    log_weights,
+    noise_keys,
+    top_k_bounds,
+)
+from anabranch.llm.sampling.params import SamplingRows, Work
 from anabranch.llm.sequences.sequence import Scheduled
 
 MAX_TOP_K = 64  # a larger top_k draws drafts from this many tokens
@@ -109,7 +115,7 @@ class DraftDraws:
 
 
 def _repeat(values: torch.Tensor, repeats: int) -> torch.Tensor:
-    """Each value so often, one after the other."""
+    """Repeat each value, keeping their order."""
     return values[:, None].expand(-1, repeats).flatten()
 
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 
 from anabranch.compositions.tree import make_draft_tree
-from anabranch.llm.runner.fixed_arrays import FixedArrays
 from anabranch.llm.runner.step import Entry, Step
-from anabranch.llm.runner.step_inputs import aligned
+from anabranch.llm.runner.step_inputs import FixedArrays, aligned, fill_pages
 from anabranch.llm.sequences.sequence import Scheduled
 
 CATCH_UP = 2  # tokens the draft model has not computed after all drafts were accepted
@@ -79,8 +78,7 @@ class DraftInputs:
         taken = set(rows)
         spare = (row for row in range(self._max_num_seqs) if row not in taken)
         arrays["rows"][:batch] = [*rows, *islice(spare, batch - size)]
-        for row, run in zip(arrays["pages"], runs, strict=False):
-            row[: len(run.seq.pages.pages)] = run.seq.pages.pages
+        fill_pages(arrays["pages"], [run.seq.pages.pages for run in runs])
         self._arrays.send(size)
 
     def ids(self, batch: int) -> torch.Tensor:

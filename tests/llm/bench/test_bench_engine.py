@@ -28,9 +28,8 @@ from anabranch.llm.bench.throughput import run_throughput, throughput_row, throu
 from anabranch.llm.bench.transformers_peer import TransformersPeer
 from anabranch.llm.bench.workload import random_prompts, random_workload
 from anabranch.llm.cli.command_group import app
-from anabranch.llm.cli.profile import place_stages
-from anabranch.llm.cli.step_times import RecordedStats, StepTimes
-from anabranch.llm.engine.outputs import CompletionOutput
+from anabranch.llm.cli.step_times import RecordedStats, StepTimes, place_stages
+from anabranch.llm.engine.request import CompletionOutput
 
 
 @pytest.fixture

@@ -19,16 +19,19 @@ from fake_openai import FakeServer, begin_stream, fluent, reply, send, token, us
 from typer.testing import CliRunner
 
 from anabranch.llm.bench.run_results import Header, RunResults
-from anabranch.llm.bench.serve import draft_counts, serve_bench
-from anabranch.llm.bench.serve.draft_counts import parse_counts, speculation_between
-from anabranch.llm.bench.serve.endpoint import Endpoint
+from anabranch.llm.bench.serve import endpoint as endpoint_module
+from anabranch.llm.bench.serve import serve_bench
+from anabranch.llm.bench.serve.endpoint import Endpoint, parse_counts, speculation_between
 from anabranch.llm.bench.serve.load_options import Load, LoadOptions
-from anabranch.llm.bench.serve.load_plot import draw_loads
 from anabranch.llm.bench.serve.request_bodies import read_prompts
 from anabranch.llm.bench.serve.request_load import LoadRun, arrival_times, summarise
-from anabranch.llm.bench.serve.result_block import result_block, serve_report, side_by_side
-from anabranch.llm.bench.serve.serve_bench import run_serve
-from anabranch.llm.bench.serve.server_process import LaunchedServer, serve_arguments
+from anabranch.llm.bench.serve.result_block import (
+    draw_loads,
+    result_block,
+    serve_report,
+    side_by_side,
+)
+from anabranch.llm.bench.serve.serve_bench import LaunchedServer, run_serve, serve_arguments
 from anabranch.llm.bench.serve.streamed_request import Failure, Outcome, send_request
 from anabranch.llm.cli.command_group import app
 
@@ -36,7 +39,7 @@ from anabranch.llm.cli.command_group import app
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts that do not lag."""
-    monkeypatch.setattr(draft_counts, "SETTLE_SECONDS", 0.0)
+    monkeypatch.setattr(endpoint_module, "SETTLE_SECONDS", 0.0)
 
 
 def silent(what: str, done: int, of: int) -> None:

@@ -25,10 +25,10 @@ from anabranch.llm.cli.command_group import app
 from anabranch.llm.cli.engine_options import ServingOptions
 from anabranch.llm.cli.generate import GenerateOptions
 from anabranch.llm.cli.options import Option, add_command, new_app, options_of
-from anabranch.llm.cli.paint import Painter
+from anabranch.llm.cli.printed_answer import Painter
 from anabranch.llm.cli.quantize import QuantizeOptions
 from anabranch.llm.cli.serve import ServeCommandOptions
-from anabranch.llm.engine.outputs import CompletionOutput
+from anabranch.llm.engine.request import CompletionOutput
 
 CONFIG = {
     "model_type": "llama",
@@ -185,7 +185,7 @@ def test_help_imports_nothing_heavy() -> None:
 def test_generate_and_serve_import_no_benchmark() -> None:
     script = (
         "import sys, anabranch.llm.cli.generate, anabranch.llm.cli.serve, "
-        "anabranch.llm.cli.printed_answer, anabranch.llm.cli.profile, anabranch.llm.cli.summary\n"
+        "anabranch.llm.cli.printed_answer, anabranch.llm.cli.step_times\n"
         "print([name for name in sys.modules if name.startswith('anabranch.llm.bench')])"
     )
     done = subprocess.run(

@@ -16,8 +16,7 @@ from tiny_models import GREEDY, as_on_gpu, assert_idle, one_by_one, random_promp
 
 from anabranch.llm.engine.async_llm import AsyncLLM, EngineDead
 from anabranch.llm.engine.llm import LLM
-from anabranch.llm.engine.outputs import RequestOutput
-from anabranch.llm.engine.request import Request
+from anabranch.llm.engine.request import Request, RequestOutput
 from anabranch.llm.sampling.params import SamplingParams
 
 PROMPTS = random_prompts()

@@ -28,8 +28,13 @@ from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.models import load_model
-from anabranch.llm.runner.cache_formats import CacheFormats, parse_cache_formats
-from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers, page_bytes
+from anabranch.llm.runner.kv_cache import (
+    CacheFormats,
+    LayerShape,
+    allocate_layers,
+    page_bytes,
+    parse_cache_formats,
+)
 from anabranch.llm.runner.step import Entry, Step
 from anabranch.llm.sampling.params import SamplingParams
 

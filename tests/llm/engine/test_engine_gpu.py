@@ -38,7 +38,7 @@ from anabranch.llm.engine import launch as launch_module
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.runner.graphs import GraphKey, Graphs, graph_batches
 from anabranch.llm.runner.model_runner import ModelRunner
-from anabranch.llm.sampling import samples as sample_output
+from anabranch.llm.sampling import batch as batch_module
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sequences.sequence import Scheduled
 from anabranch.llm.speculative.draft_chain import chain_keys
@@ -322,7 +322,7 @@ def no_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
             torch.cuda.set_sync_debug_mode("default")
             copies.append(count)
 
-    download = sample_output.download
+    download = batch_module.download
 
     def counted_download(*args: Any) -> Any:
         nonlocal count
@@ -331,7 +331,7 @@ def no_waiting(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
 
     with monkeypatch.context() as patch:
         patch.setattr(launcher, "launch", strict_launch)
-        patch.setattr(sample_output, "download", counted_download)
+        patch.setattr(batch_module, "download", counted_download)
         patch.setattr(launch_module, "download", counted_download)
         yield copies
 

@@ -14,13 +14,17 @@ pytest.importorskip("transformers")
 from tiny_models import PAGE_BYTES, pages, tiny
 
 from anabranch.llm.engine import build, limits
+from anabranch.llm.engine.admission import encode_prompt
 from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
 from anabranch.llm.engine.limits import Limits
-from anabranch.llm.engine.outputs import CompletionOutput
-from anabranch.llm.runner.graphs import GraphKey
+from anabranch.llm.engine.request import CompletionOutput
+from anabranch.llm.engine.stats import EngineStats, SpeculativeStats
+from anabranch.llm.runner.graphs import GraphKey, prompt_sizes
 from anabranch.llm.runner.kv_cache import LayerShape
+from anabranch.llm.runner.step_layout import Scorer
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sequences.sequence import Origin
+from anabranch.llm.speculative.draft_chain import DraftChain, TreeChain, chain_keys
 
 GIB = 1024**3
 DEFAULTS: dict[type[Any], dict[str, Any]] = {  # those that are numbers or flags
@@ -82,6 +86,142 @@ def test_bounds_of_drafts(given: dict[str, Any], refused: dict[str, Any]) -> Non
     SpeculativeConfig(**given)
     with pytest.raises(ValueError, match="must be from"):
         SpeculativeConfig(**refused)
+
+
+TAKEN: list[dict[str, Any]] = [
+    {"max_model_len": 1, "max_num_seqs": 1, "max_num_batched_tokens": 1, "page_size": 1},
+    {"gpu_memory_utilization": 1},
+    {"gpu_memory_utilization": 1e-9},
+    {"kv_cache_gib": 1e-9},
+    {"max_workspace_mib": 1e-9},
+    {"seed": -(2**63)},
+    {"seed": 2**63 - 1},
+    {"dtype": "auto"},
+    {"dtype": "bfloat16"},
+    {"activations": "float32"},
+    {"generation_config": "none"},
+    {"cascade": True},
+    {"cascade": False},
+    {"cascade": False, "prefix_caching": False},
+    {"sparse": {"method": "pages"}, "tensor_parallel": 2},
+    {"cascade": False, "context_parallel": 2},
+    {"speculative": {"tree_width": 1}, "tensor_parallel": 2},
+    {"speculative": {"tree_width": 2}},
+    {"kv_cache_dtype": "q8_0", "tensor_parallel": 2},
+    {"speculative": "off", "sparse": {"method": "pages"}},
+]
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"max_model_len": 0}, "max_model_len must be at least 1, got 0"),
+    ({"max_num_seqs": 0}, "max_num_seqs must be at least 1, got 0"),
+    ({"max_num_batched_tokens": 0}, "max_num_batched_tokens must be at least 1, got 0"),
+    ({"page_size": 0}, "page_size must be at least 1, got 0"),
+    ({"gpu_memory_utilization": 0}, "gpu_memory_utilization must be above 0 and at most 1"),
+    ({"gpu_memory_utilization": 1.01}, "gpu_memory_utilization must be above 0 and at most 1"),
+    ({"kv_cache_gib": 0}, "kv_cache_gib must be above 0, got 0"),
+    ({"max_workspace_mib": 0}, "max_workspace_mib must be above 0, got 0"),
+    ({"seed": 2**63}, "seed must have 64 bits"),
+    ({"seed": -(2**63) - 1}, "seed must have 64 bits"),
+    ({"dtype": "int8"}, "dtype must be one of auto, float16, bfloat16, float32, got 'int8'"),
+    ({"activations": "int4"}, "activations must be one of int8, float32, got 'int4'"),
+    ({"generation_config": "x"}, "generation_config must be 'auto' or 'none', got 'x'"),
+    ({"tensor_parallel": 0}, "tensor_parallel must be an integer of at least 1, got 0"),
+    ({"tensor_parallel": 1.0}, "tensor_parallel must be an integer of at least 1, got 1.0"),
+    ({"context_parallel": True}, "context_parallel must be an integer of at least 1, got True"),
+    ({"tensor_parallel": 2, "context_parallel": 2}, "2 and context_parallel 2 cannot be combined"),
+    ({"kv_cache_dtype": "q8_0", "context_parallel": 2}, "dealt pages hold plain keys"),
+    (
+        {"speculative": {"tree_width": 2}, "tensor_parallel": 2},
+        "tree_width 2 needs one rank, got 2",
+    ),
+    ({"speculative": "ngram", "sparse": {"method": "pages"}}, "use one of the two"),
+    ({"sparse": {"method": "pages"}, "context_parallel": 2}, "sparse needs whole pages"),
+    ({"speculative": 3}, "speculative must be a method, its options or SpeculativeConfig, got 3"),
+    ({"speculative": {"a": 1, "num_drafts": 2}}, "unknown options of speculative: a$"),
+    ({"speculative": "draft"}, "method 'draft' needs model, got None"),
+    ({"speculative": {"model": "m"}}, "method 'ngram' takes no model, got 'm'"),
+    ({"speculative": {"num_drafts": True}}, "num_drafts must be an integer, got True"),
+    ({"speculative": {"num_drafts": 2.0}}, "num_drafts must be an integer, got 2.0"),
+    ({"speculative": {"tree_width": 2, "num_drafts": 64}}, "num_drafts must be from 1 to 63"),
+    (
+        {"speculative": {"tree_width": 2, "scorer": Scorer.BATCH_EXPANSION}},
+        "tree_width 2 needs scorer",
+    ),
+]
+
+
+@pytest.mark.parametrize("options", TAKEN, ids=str)
+def test_options_that_are_taken(options: dict[str, Any]) -> None:
+    config = EngineConfig(**options)
+    assert config.num_ranks == options.get("tensor_parallel", options.get("context_parallel", 1))
+    assert config.deals_context == ("context_parallel" in options)
+
+
+@pytest.mark.parametrize(("options", "said"), REFUSED, ids=str)
+def test_options_that_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(**options)
+
+
+@pytest.mark.parametrize(
+    ("name", "seen", "found"),
+    [
+        (None, False, "cpu"),
+        (None, True, "cuda:3"),
+        ("cuda", True, "cuda:3"),
+        ("cuda:1", True, "cuda:1"),
+        ("cpu", True, "cpu"),
+    ],
+)
+def test_devices(name: str | None, seen: bool, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: seen)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert EngineConfig(device=name).resolve_device() == torch.device(found)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("tpu", "cpu or cuda, got 'tpu'"), ("cuda:1", "no GPU")]
+)
+def test_devices_that_are_not_there(name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=said):
+        EngineConfig(device=name).resolve_device()
+
+
+@pytest.mark.parametrize("adaptive", [True, False, None])
+@pytest.mark.parametrize("kind", [None, DraftChain, TreeChain])
+def test_graphs_of_every_number_of_drafts(kind: Any, adaptive: bool | None) -> None:
+    """What is captured for a target and its draft model; a tree has at most eight levels."""
+    captured: dict[str, Any] = {}
+
+    def noted(name: str) -> Any:
+        return lambda keys, *_, **options: captured.update({name: keys, f"{name}s": options})
+
+    graphs = SimpleNamespace(pool="pool")
+    choice = SimpleNamespace(keys=lambda keys: keys)
+    runner = SimpleNamespace(
+        capture=noted("step"), capture_prompts=noted("prompt"), graphs=graphs, choice=choice
+    )
+    chain = None
+    if kind is not None:
+        chain = kind.__new__(kind)
+        chain.capture = noted("chain")
+    drafts = None if adaptive is None else SpeculativeConfig(num_drafts=16, adaptive=adaptive)
+    config = EngineConfig(speculative=drafts)
+    given = cast("list[Any]", [config, Limits(300, 2, 128, 16, 64, 16), runner, chain])
+    build._capture(*given, lambda *_: None)  # pyright: ignore[reportPrivateUsage]
+    assert {(key.q_len, key.batch) for key in captured["step"]} == {
+        (1, 1),
+        (1, 2),
+        (17, 1),
+        (17, 2),
+    }
+    assert captured["prompt"] == prompt_sizes(128)
+    if chain is None:
+        assert "chain" not in captured
+        return
+    most = {TreeChain: [1, 2, 4, 8], DraftChain: [1, 2, 4, 8, 16] if adaptive else [16]}[kind]
+    assert captured["chain"] == chain_keys(most, [1, 2])
+    assert captured["chains"] == {"pool": "pool"}
 
 
 def test_a_cpu_runs_smaller_steps() -> None:
@@ -307,3 +447,84 @@ def test_verifications_are_steps_with_drafts() -> None:
     origins += [Origin.CORRECTED, Origin.SAMPLED]
     output = CompletionOutput(0, "", [7] * 6, origins=list(origins), steps=[1, 1, 2, 3, 3, 4])
     assert output.verifications == [2, 1, 2]
+
+
+def test_counts_of_drafts() -> None:
+    stats = SpeculativeStats()
+    assert (stats.acceptance_rate, stats.system_efficiency, stats.acceptance_length) == (0, 0, 0)
+    assert stats.acceptance_by_position == []
+    stats.count(1, 1, 2)
+    rates = stats.acceptance_rate, stats.system_efficiency, stats.acceptance_length
+    assert rates == (1, 2 / 3, 2)
+    stats.count(2, 1, 2)
+    stats.count(4, 2, 4, deepest=3)
+    assert (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens) == (3, 7, 4)
+    assert (stats.num_emitted_tokens, stats.num_max_tokens) == (2 + 2 + 3, 3 + 3 + 5)
+    assert (stats.drafted_at, stats.accepted_at) == ([3, 2, 1, 0], [3, 1, 0, 0])
+    assert stats.acceptance_by_position == [1, 1 / 2, 0, 0]
+    rates = stats.acceptance_rate, stats.system_efficiency, stats.acceptance_length
+    assert rates == (4 / 7, 7 / 11, 7 / 3)
+
+
+def test_counts_of_an_engine() -> None:
+    stats = EngineStats()
+    numbers = [each.name for each in fields(stats) if each.name.startswith("num_")]
+    assert len(numbers) == 8 and not any(getattr(stats, name) for name in numbers)
+    for counter, total in ((5, 5), (5, 5), (2**32 - 1, 2**32 - 1), (4, 2**32 + 4)):
+        stats.count_saturated(counter)
+        assert stats.num_saturated == total
+    stats.add_times({"model": 1.5})
+    stats.add_times({"model": 2.0, "sampling": 1.0})
+    assert stats.stage_ms == {"model": 3.5, "sampling": 1.0}
+
+
+def test_prompts_at_their_bounds() -> None:
+    def ids(prompt: Any, **options: Any) -> list[int]:
+        given = {"tokenizer": None, "vocab_size": 9, "max_model_len": 4}
+        return encode_prompt(prompt, SamplingParams(**options), **given)
+
+    assert ids([0, 8, 1]) == [0, 8, 1]
+    assert ids([1, 2, 3, 4, 5], truncate_prompt_tokens=2) == [4, 5]
+    for wrong, said in (
+        ([9], "token id 9 is not in the vocabulary of 9"),
+        ([1, -1], "token id -1 is not"),
+        ([1, 2, 3, 4], "has 4 tokens; .* allows 3"),
+        ([], "the prompt is empty"),
+        ([True], "holds integers, got True"),
+        ([1.0], "holds integers, got 1.0"),
+        (bytearray(b"a"), "a prompt is text or a list of token ids, got bytearray"),
+        (7, "a prompt is text or a list of token ids, got int"),
+        ("text", "this model has no tokenizer"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            ids(wrong)
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_stages_are_named_after_what_is_in_a_step(drafts: bool) -> None:
+    """Prompts have no drafts; every step after them has some where a token repeats itself."""
+    speculative = SpeculativeConfig(min_ngram=1, adaptive=False) if drafts else None
+    llm = tiny(speculative=speculative)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    llm.generate([[5] * 9], params)
+    assert set(llm.stats.stage_ms) - {"proposal"} == {"model", "sampling"}
+    assert set(llm.stats.host_ms) == {"waiting"}
+    if drafts:
+        llm.generate([[5] * 9], SamplingParams(max_tokens=8, ignore_eos=True, logit_bias={5: 100}))
+        assert {"scoring", "verification"} <= set(llm.stats.stage_ms)
+
+
+def test_steps_that_decode_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those beside a prompt too; prompts alone say nothing of drafts."""
+    engine, seen = tiny(speculative=SpeculativeConfig(min_ngram=1)).engine, list[int]()
+    observe = lambda batch, *_, **__: seen.append(batch)  # noqa: E731
+    monkeypatch.setattr(type(engine.adaptive), "observe", lambda _, *given, **more: observe(*given))
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    engine.add_request("first", [5, 6, 7], params)
+    engine.step()
+    assert not seen
+    engine.add_request("second", [8, 9, 8, 7], params)
+    engine.step()
+    assert len(seen) == 1
+    while engine.has_work:
+        engine.step()

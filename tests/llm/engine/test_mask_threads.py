@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import time
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from server_models import tiny_tokenizer
 from anabranch.llm.grammar import mask_threads
 from anabranch.llm.grammar.grammar_compiler import SEQUENCES_A_LEXER, GrammarCompiler
 from anabranch.llm.grammar.grammar_state import GrammarState, Words
-from anabranch.llm.grammar.mask_threads import MaskThreads, share_out
+from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 from anabranch.llm.grammar.token_rules import num_words
 
@@ -58,15 +59,21 @@ def test_one_mask_or_one_thread_is_left_to_the_caller() -> None:
     assert (words == -1).all()
 
 
-def test_states_with_one_lexer_stay_together() -> None:
-    states, _ = states_of(12)  # of three grammars
-    rows = [(state, row) for row, state in enumerate(states)]
-    for num_shares, sizes in ((2, [8, 4]), (3, [4, 4, 4]), (5, [4, 4, 4])):
-        shares = share_out(rows, num_shares)
-        assert [len(share) for share in shares] == sizes
-        assert sorted(row for share in shares for _, row in share) == list(range(12))
-        lexers = [{state.lexer for state, _ in share} for share in shares]
-        assert len(set.union(*lexers)) == sum(map(len, lexers)) == 3
+def test_states_with_one_lexer_stand_side_by_side() -> None:
+    """Threads take neighbours, and states with the same lexer wait for each other."""
+    (states, size), threads = states_of(12), MaskThreads(2)  # of three grammars in turn
+    seen: list[int] = []
+
+    class Executor:
+        def unsafe_compute_mask_ptr(self, matchers: Any, *_: object) -> None:
+            seen.extend(row for _, row in matchers)
+
+    threads._executor = Executor()
+    words = np.zeros((12, num_words(size)), np.int32)
+    assert threads.fill([(state, row) for row, state in enumerate(states)], words)
+    assert sorted(seen) == list(range(12))
+    lexers = [states[row].lexer for row in seen]
+    assert len(list(groupby(lexers))) == len(set(lexers)) == 3
 
 
 def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
@@ -83,27 +90,6 @@ def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
     words = np.zeros((len(states), num_words(len(tokenizer))), np.int32)
     assert MaskThreads(2).fill([(state, row) for row, state in enumerate(states)], words)
     np.testing.assert_array_equal(words, alone(states, len(tokenizer)))
-
-
-def test_nothing_is_written_after_a_failure() -> None:
-    """Masks are made again then, in the same memory."""
-    (states, size), threads = states_of(3), MaskThreads(3)
-    ended: list[str] = []
-
-    class Fails:
-        def unsafe_compute_mask_ptr(self, *_: object) -> None:
-            raise ValueError("a buffer of the wrong size")
-
-    class Writes:
-        def unsafe_compute_mask_ptr(self, *_: object) -> None:
-            time.sleep(0.05)
-            ended.append("written")
-
-    threads._executors = [Fails(), Writes(), Writes()]
-    words = np.full((3, num_words(size)), -1, np.int32)
-    with pytest.raises(ValueError, match="wrong size"):
-        threads.fill([(state, row) for row, state in enumerate(states)], words)
-    assert ended == ["written"] * 2
 
 
 def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

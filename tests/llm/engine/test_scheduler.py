@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.llm.engine.scheduler import Scheduler
+from anabranch.llm.engine.scheduler import WORTH_WAITING, Scheduler
 from anabranch.llm.runner.step_layout import Scorer, lay_out
 from anabranch.llm.sampling.params import SamplingParams
 from anabranch.llm.sequences import page_pool
 from anabranch.llm.sequences.page_pool import PagePool, SequencePages, page_digest
-from anabranch.llm.sequences.sequence import Scheduled, Sequence
+from anabranch.llm.sequences.sequence import Origin, Scheduled, Sequence
 
 PAGE = 4
 
@@ -42,6 +44,164 @@ def make(num_pages: int, num_seqs: int, budget: int) -> tuple[PagePool, Schedule
 
 def shape(step: list[Scheduled]) -> list[tuple[str, int, int, bool]]:
     return [(run.seq.request_id, run.start, run.num_tokens, run.samples) for run in step]
+
+
+def test_a_new_sequence_has_nothing() -> None:
+    seq = sequence(PagePool(4), 3)
+    assert (seq.num_computed, seq.num_draft_computed, seq.num_pending) == (0, 0, 0)
+    assert (seq.num_cached, seq.num_preemptions, seq.num_drafts, seq.num_output) == (0, 0, 0, 0)
+    assert (seq.length, seq.num_uncomputed, seq.draft_room) == (3, 3, 7)
+    assert not (seq.speculates or seq.decoding or seq.exhausted or seq.finished)
+    assert seq.output == seq.drafts == seq.origins == seq.steps == seq.logprobs == []
+    assert list(Origin) == [0, 1, 2] and Origin.ACCEPTED == 1 and Origin.CORRECTED == 2
+
+
+def test_a_sequence_decodes_when_its_last_token_alone_is_left() -> None:
+    seq = sequence(PagePool(4), 1)
+    assert seq.num_uncomputed == 1 and not seq.decoding  # a prompt of one token
+    seq.tokens += [7]
+    assert not seq.decoding  # it was preempted
+    seq.num_computed = 1
+    assert seq.decoding
+
+
+def test_drafts_are_cut_where_rules_forbid_them() -> None:
+    seq = sequence(PagePool(4), 3)
+    seq.drafts, seq.num_drafts = [5, 6, 7], 2
+    seq.cut_invalid_drafts()
+    assert seq.num_drafts == 2
+    seq.rules = cast("Any", SimpleNamespace(num_valid=lambda drafts: drafts.index(6)))
+    for parents, kept in (([-1, 0, 1], 2), (None, 1)):
+        seq.draft_parents = parents
+        seq.cut_invalid_drafts()
+        assert seq.num_drafts == kept
+    seq.drafts, seq.num_drafts = [], 2  # the host does not know them
+    seq.cut_invalid_drafts()
+    assert seq.num_drafts == 2
+
+
+def test_drafts_of_a_tree_keep_their_parents() -> None:
+    pool, scheduler = make(32, 4, 5)
+    tree, plain = sequence(pool, 2, name="t"), sequence(pool, 2, name="p")
+    for seq in (tree, plain):
+        scheduler.add(seq)
+    land(scheduler.schedule())
+    for drafts, parents in ((3, (-1, -1, 0)), (9, (-1, -1, 0, 0)), (0, None)):
+        tree.num_drafts, tree.draft_parents = drafts, [-1, -1, 0, 0, 1, 1, 1, 1, 1]
+        step = scheduler.schedule()
+        assert [run.parents for run in step][:1] == [parents]
+        land(step)
+
+
+def test_drafts_of_chains_and_trees() -> None:
+    seq = sequence(PagePool(4), 3)
+    chain, plain = Scheduled(seq, 3, 4, 3), Scheduled(seq, 0, 3)
+    tree = Scheduled(seq, 3, 5, 4, parents=(-1, -1, 1, 0))
+    assert (chain.depths, tree.depths, plain.depths) == ([1, 2, 3], [1, 1, 2, 2], [])
+    assert (chain.draft_parents, tree.draft_parents) == ((-1, 0, 1), (-1, -1, 1, 0))
+    assert [chain.has_drafts_after(path) for path in ([], [0], [0, 1], [0, 1, 2])] == [
+        *(True, True, True, False)
+    ]
+    paths = ([], [0], [1], [1, 2], [0, 3])
+    assert [tree.has_drafts_after(path) for path in paths] == [True, True, True, False, False]
+    assert not plain.has_drafts_after([]) and Scheduled(seq, 3, 2, 1).has_drafts_after([])
+    assert (chain.num_known, tree.num_known, plain.num_known) == (1, 1, 3)
+    assert chain.decoding and tree.decoding and not plain.decoding
+    assert plain.samples and not plain.by_draft_model and plain.num_drafts == plain.num_padding == 0
+    with pytest.raises(ValueError, match="has 2 drafts, 1 parents"):
+        Scheduled(seq, 3, 3, 2, parents=(-1,))
+
+
+def test_drafts_are_cut_at_the_room_that_is_left() -> None:
+    seq = sequence(PagePool(4), 3, tokens=4)
+    seq.tokens += [7]
+    assert seq.draft_room == 2  # and one token beyond the drafts
+    for number, kept in ((1, 1), (2, 2), (3, 2)):
+        seq.num_drafts = number
+        seq.cut_drafts()
+        assert seq.num_drafts == kept
+    for parents, kept in (([-1, 0, -1, 1], 3), ([-1, 0, 1, -1], 2), ([-1, -1, 0], 3)):
+        seq.draft_parents, seq.num_drafts = parents, len(parents)
+        seq.cut_drafts()
+        assert seq.num_drafts == kept
+
+
+def test_a_prompt_is_scored_by_the_first_sequence_once() -> None:
+    seq = sequence(PagePool(4), 3)
+    assert not seq.scores_prompt
+    seq.params = SamplingParams(prompt_logprobs=0)
+    assert seq.scores_prompt
+    assert [Scheduled(seq, start, 1).scores_prompt for start in (0, 2, 3)] == [True, True, False]
+    assert not Scheduled(seq, 0, 1, by_draft_model=True).scores_prompt
+    seq.index = 1
+    assert not seq.scores_prompt
+
+
+def test_prompts_are_expected_while_some_wait_or_are_under_way() -> None:
+    pool, scheduler = make(32, 2, 4)
+    assert not scheduler.expects_prompts
+    short, long = sequence(pool, 1, name="s"), sequence(pool, 6, name="l", tokens=1)
+    scheduler.add(short)
+    assert scheduler.expects_prompts
+    land(scheduler.schedule())
+    assert not scheduler.expects_prompts
+    scheduler.add(long)
+    land(scheduler.schedule())
+    assert not scheduler.waiting and long.num_uncomputed and scheduler.expects_prompts
+    scheduler.schedule()
+    assert long.exhausted and not scheduler.expects_prompts
+
+
+def test_scored_prompts_share_the_rows_of_logits() -> None:
+    """Others are not held back; one scored prompt may take what another leaves."""
+    pool = PagePool(64)
+    scheduler = Scheduler(pool, 8, 100, 10)
+    assert scheduler.max_num_scored == 10 and Scheduler(pool, 8, 100).max_num_scored == 100
+    scored = [sequence(pool, size, name=name) for size, name in ((7, "a"), (6, "b"), (1, "c"))]
+    for seq in scored:
+        seq.params = SamplingParams(prompt_logprobs=1)
+        scheduler.add(seq)
+    plain = sequence(pool, 30, name="p")
+    step = scheduler.schedule()
+    assert shape(step) == [("a", 0, 7, True), ("b", 0, 3, False)]
+    scheduler.add(plain)
+    land(step)
+    assert shape(scheduler.schedule()) == [
+        *(("a", 7, 1, True), ("b", 3, 3, True)),
+        *(("c", 0, 1, True), ("p", 0, 30, True)),
+    ]
+
+
+def test_a_promise_is_of_whole_pages_that_are_yet_to_be_found() -> None:
+    def promised(tokens: list[int], theirs: list[int], **options: bytes) -> int:
+        pool = PagePool(32)
+        first, second = SequencePages(pool, PAGE), SequencePages(pool, PAGE, **options)
+        assert first.match_prefix(theirs) == second.match_prefix(tokens) == 0
+        return second.num_promised(tokens, first, theirs)
+
+    ten = list(range(10))
+    assert promised(ten, ten) == 8
+    assert promised(ten[:9], ten) == 8
+    assert promised(ten[:8], ten) == 4  # the last token is its own
+    assert promised(ten[:5], ten) == 4 and promised(ten[:4], ten) == 0
+    assert promised(ten, ten[:4]) == 4 and promised(ten, ten[:3]) == 0
+    assert promised([*ten[:7], 99, *ten], ten) == 4
+    assert promised([99, *ten], [98, *ten]) == 0
+    assert promised(ten, ten, root=b"another") == 0
+    pool = PagePool(32)
+    first, second = SequencePages(pool, PAGE), SequencePages(pool, PAGE)
+    first.grow(10)
+    first.remember(ten, 4)
+    assert second.match_prefix(ten) == 4
+    assert second.num_promised(ten, first, ten) == 4
+    first.remember(ten, 8)
+    assert second.num_promised(ten, first, ten) == 0  # it can be found
+    third, other = SequencePages(pool, PAGE), [*range(50, 54), *ten[4:]]
+    assert third.match_prefix(other) == 0
+    assert second.num_promised(ten, third, other) == 0, "what comes before differs"
+    third = SequencePages(pool, PAGE)
+    assert third.num_promised(ten[:3], SequencePages(pool, PAGE), ten) == 0
+    assert third.match_prefix(ten) == 8, "a page has a digest when it is full, and no sooner"
 
 
 def test_prompts_run_in_chunks_beside_decoding() -> None:
@@ -126,6 +286,17 @@ def test_a_prompt_under_way_is_computed_once() -> None:
     assert alike[2].pages.pages[:25] != alike[0].pages.pages[:25]
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_what_is_worth_a_wait(more: int) -> None:
+    pool, scheduler = make(400, 8, 1000)
+    shared = WORTH_WAITING - more * PAGE
+    alike = [sequence(pool, WORTH_WAITING + 9, name="x") for _ in range(2)]
+    alike[1].tokens[shared:] = range(len(alike[1].tokens) - shared)
+    for seq in alike:
+        scheduler.add(seq)
+    assert [run.seq for run in scheduler.schedule()] == alike[: 1 + more]
+
+
 def test_few_are_overtaken_while_they_wait_for_a_prompt() -> None:
     """A look at every one of many that wait would take longer than a step."""
     pool, scheduler = make(400, 8, 299)
@@ -158,8 +329,8 @@ def test_the_youngest_gives_its_pages_up() -> None:
     step = scheduler.schedule()  # old needs a second page, and so does mid
     assert [run.seq for run in step] == [old]
     assert list(scheduler.waiting) == [mid, young], "in the order they came"
-    assert (young.row, young.num_computed, young.pages.pages) == (None, 0, [])
-    assert scheduler.num_preemptions == 2
+    assert (young.row, young.num_computed, len(young.pages.pages)) == (None, 0, 0)
+    assert (mid.num_preemptions, young.num_preemptions, scheduler.num_preemptions) == (1, 1, 2)
     land(step)
     scheduler.remove(old)
     step = scheduler.schedule()

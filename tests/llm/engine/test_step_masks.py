@@ -94,6 +94,8 @@ def test_masks_that_threads_make_are_kept(raises: bool) -> None:
     """Those of grammars that are over, and all of them where the threads fail, are made alone."""
 
     class Threads:
+        pinned = False
+
         def fill(self, states: Any, words: Any) -> bool:
             for state, row in states:
                 words[row] = state

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("transformers")
 
 from anabranch.llm.engine import text_stream
-from anabranch.llm.engine.stop_strings import START, StopStrings
-from anabranch.llm.engine.text_stream import TextStream
+from anabranch.llm.engine.text_stream import START, StopStrings, TextStream
 
 STRINGS = st.lists(st.text("ab<", min_size=1, max_size=6), max_size=6)
 
@@ -62,6 +61,29 @@ def test_text_ends_in_the_same_place_however_it_is_cut_into_tokens(
             break
     assert (by_piece.text, by_piece.stopped_by) == (by_letter.text, by_letter.stopped_by)
     assert any(stopped) == any(string in text for string in strings)
+
+
+def test_what_may_begin_a_stop_string_is_not_shown_yet() -> None:
+    stream = TextStream(Words(PIECES), stop=StopStrings(["b<a", "<<"]))
+    shown: list[tuple[str, str]] = []
+    for token in (0, 1, 2, 1, 2, 2):
+        stream.push(token)
+        shown.append((stream.stable_text, stream.text))
+    assert shown == [
+        *(("a", "a"), ("a", "ab"), ("a", "ab<")),
+        *(("ab<", "ab<b"), ("ab<", "ab<b<"), ("ab<b", "ab<b")),
+    ]
+    assert stream.stopped_by == "<<"
+
+
+def test_a_stop_string_that_came_too_early_stays() -> None:
+    """And one that began so early ends nothing that is read later."""
+    stream = TextStream(Words(PIECES), stop=StopStrings(["ab"]))
+    assert not stream.push(3, may_stop=False)
+    assert not stream.push(0) and (stream.text, stream.stable_text) == ("aba", "ab")
+    assert stream.push(1) and (stream.text, stream.stopped_by) == ("ab", "ab")
+    without = TextStream(None)
+    assert not without.push(0) and (without.text, without.stable_text) == ("", "")
 
 
 def test_a_token_costs_the_same_with_any_number_of_strings(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,13 @@ transformers = pytest.importorskip("transformers")
 from tiny_models import as_on_gpu, assert_idle, source, writing_source  # noqa: E402
 from tiny_tokenizers import FAMILIES  # noqa: E402
 
-from anabranch.llm.engine.detokeniser import Detokeniser, token_decoder  # noqa: E402
 from anabranch.llm.engine.llm import LLM  # noqa: E402
-from anabranch.llm.engine.stop_strings import StopStrings  # noqa: E402
-from anabranch.llm.engine.text_stream import TextStream  # noqa: E402
+from anabranch.llm.engine.text_stream import (  # noqa: E402
+    Detokeniser,
+    StopStrings,
+    TextStream,
+    token_decoder,
+)
 from anabranch.llm.models import load_model, smollm2_directory  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
 

@@ -11,11 +11,10 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from anabranch.kernels.cpu.native import native
+from anabranch.llm.models.cpu_layers import CpuRMSNorm, use_cpu_norms
 from anabranch.llm.models.decoder import CpuDecoderLayer, fuse_decoder_layers
-from anabranch.llm.models.gated import gate_joined
-from anabranch.llm.models.join import join_projections
-from anabranch.llm.models.linear import use_row_linear
-from anabranch.llm.models.norm import CpuRMSNorm, use_cpu_norms
+from anabranch.llm.models.fused_projections import gate_joined, join_projections
+from anabranch.llm.models.row_linear import use_row_linear
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs a C compiler")
 

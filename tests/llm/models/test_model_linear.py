@@ -11,9 +11,9 @@ from tolerance import assert_close
 from torch import nn
 
 from anabranch.kernels.cpu.native import native
-from anabranch.llm.models import linear as linear_module
-from anabranch.llm.models.linear import use_row_linear
-from anabranch.llm.models.packed_linear import PackedEmbedding, PackedLinear
+from anabranch.llm.models import row_linear as linear_module
+from anabranch.llm.models.cpu_layers import PackedEmbedding, PackedLinear
+from anabranch.llm.models.row_linear import use_row_linear
 
 needs_compiler = pytest.mark.skipif(native() is None, reason="needs a C compiler")
 

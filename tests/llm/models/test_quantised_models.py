@@ -20,9 +20,12 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from anabranch import LLM, SamplingParams  # noqa: E402
 from anabranch.llm.models import load_model  # noqa: E402
-from anabranch.llm.models.dummy import dummy_config  # noqa: E402
-from anabranch.llm.models.gated import GatedMLP, gate_joined  # noqa: E402
-from anabranch.llm.models.join import join_projections  # noqa: E402
+from anabranch.llm.models.fused_projections import (  # noqa: E402
+    GatedMLP,
+    gate_joined,
+    join_projections,
+)
+from anabranch.llm.models.load import dummy_config  # noqa: E402
 from anabranch.llm.models.model_config import read_config, scheme_of  # noqa: E402
 from anabranch.llm.models.quantised_linear import QuantisedLinear  # noqa: E402
 from anabranch.llm.models.quantised_model import (  # noqa: E402
@@ -276,6 +279,6 @@ def test_settings_of_schemes() -> None:
     assert (scheme.method, scheme.group_k, scheme.zeros_less_one) == ("gptq", 32, True)
     assert not read_scheme(FORMATS["gptq v2"][0], "x").zeros_less_one
     assert read_scheme(FORMATS["fp8 channel"][0], "x").fp8_inputs
-    assert not read_scheme(FORMATS["fp8 block"][0], "x").fp8_inputs
+    assert read_scheme(FORMATS["fp8 block"][0], "x").fp8_inputs
     assert not read_scheme(compressed("float-quantized", FP8), "x").fp8_inputs
     assert read_scheme({"quant_method": "awq", "bits": 4, "group_size": -1}, "x").group_k is None

@@ -145,11 +145,17 @@ def test_pages_are_found_without_the_draft_models_keys() -> None:
     first = SequencePages(pool, PAGE)
     assert first.grow(16)
     first.remember(tokens, 16)
+    assert first.num_drafted == 0
     first.mark_drafted(2 * PAGE + 3)
+    first.mark_drafted(PAGE)
+    assert first.num_drafted == 2 * PAGE
     second = SequencePages(pool, PAGE)
     assert (second.match_prefix(tokens), second.num_drafted) == (16, 8)
-    second.mark_drafted(16)
+    second.mark_drafted(12)
     third = SequencePages(pool, PAGE)
+    assert (third.match_prefix(tokens), third.num_drafted) == (16, 12)
+    third.release()
+    second.mark_drafted(16)
     assert (third.match_prefix(tokens), third.num_drafted) == (16, 16)
     for each in (first, second, third):
         each.release()

@@ -18,15 +18,21 @@ from anabranch.kernels.cpu import mask_tokens as mask_on_cpu
 from anabranch.kernels.triton import gumbel_argmax as in_triton
 from anabranch.kernels.triton import mask_tokens as mask_in_triton
 from anabranch.llm.grammar.token_rules import token_mask
-from anabranch.llm.sampling.batch import SampleBatch
-from anabranch.llm.sampling.filters import UNIT, keep_top_p
-from anabranch.llm.sampling.logits import _argmax_in_pieces, mask_tokens
+from anabranch.llm.sampling.batch import HostSamples, SampleBatch, TokenMasks
+from anabranch.llm.sampling.logits import (
+    UNIT,
+    _argmax_in_pieces,
+    child_seed,
+    draw,
+    fresh_seed,
+    keep_top_p,
+    mask_tokens,
+    noise_keys,
+    top_k_bounds,
+)
 from anabranch.llm.sampling.logprobs import prompt_logprobs
-from anabranch.llm.sampling.noise import child_seed, draw, fresh_seed, noise_keys
-from anabranch.llm.sampling.parameter_rows import SamplingRows
-from anabranch.llm.sampling.params import SamplingParams
-from anabranch.llm.sampling.sampler import Sampler
-from anabranch.llm.sampling.samples import HostSamples
+from anabranch.llm.sampling.params import SamplingParams, SamplingRows
+from anabranch.llm.sampling.sampler import Sampler, SampleStep
 from anabranch.llm.sampling.token_logprobs import Logprob, top_entries
 
 VOCAB = 12
@@ -131,6 +137,12 @@ def test_filters_equal_the_slow_ones(vocab: int, dtype: torch.dtype, spread: flo
         assert torch.equal((found > 0) & weighs, weighs), params
         assert not found[expected == 0].any(), params
         torch.testing.assert_close(found, expected, atol=2e-6, rtol=1e-4)
+
+
+def test_bounds_of_top_k() -> None:
+    logs = torch.tensor([-1.0, 0.0, -3.0, -2.0]).expand(4, -1)
+    found = top_k_bounds(logs, torch.tensor([1, 2, 4, 0]), 4)
+    assert found.tolist() == [0.0, -1.0, -3.0, -math.inf]
 
 
 def test_ties_are_kept_by_filters() -> None:
@@ -320,16 +332,21 @@ def test_penalties_equal_the_slow_ones_and_survive_preemption() -> None:
     sampler = sampler_of(*requests)
     logits = torch.randn(len(requests), VOCAB) * 2
     outputs: list[list[int]] = [[] for _ in requests]
+    rows = list(zip(logits, requests, strict=True))
     for position in range(12):
         if position == 6:
             for row, params in enumerate(requests):
                 sampler.remove(row)
                 sampler.add(row, params, [1, 2], outputs[row], row)
         keys = noise_keys(np.arange(len(requests)), np.array([position]))
-        tokens = sample(sampler, logits, batch_of(len(requests), position)).tokens
-        for row, params in enumerate(requests):
-            scores = penalised(logits[row], params, [1, 2], outputs[row])
-            noisy = scores + on_cpu.gumbels(int(keys[row]), VOCAB)
+        batch = batch_of(len(requests), position)
+        step = SampleStep(sampler._rows, batch, sampler.device)
+        changed = step.process(logits, sampler._counts).double()
+        expected = [penalised(*each, [1, 2], outputs[row]) for row, each in enumerate(rows)]
+        torch.testing.assert_close(changed, torch.stack(expected), atol=1e-5, rtol=1e-6)
+        tokens = sample(sampler, logits, batch).tokens
+        for row in range(len(requests)):
+            noisy = expected[row] + on_cpu.gumbels(int(keys[row]), VOCAB)
             near, top = noisy.sort().values[-2:]
             assert top - near > 1e-5, "a tie tells nothing"
             assert tokens[row] == [int(noisy.argmax())]
@@ -346,6 +363,17 @@ def test_min_tokens_bans_stops_until_then() -> None:
     logits[7], logits[4], logits[2] = 30.0, 20.0, 10.0
     found = [sample(sampler, logits.expand(3, -1), batch_of(3, at)).tokens for at in (0, 2, 3)]
     assert found == [[[2], [7], [4]], [[2], [7], [4]], [[7], [7], [7]]]
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"logit_bias": {3: 50.0}}])
+def test_masked_rows_take_what_their_masks_allow(options: dict[str, Any]) -> None:
+    allowed = [{4}, {9}]
+    words = np.stack([token_mask(each, VOCAB) for each in allowed])
+    masks = TokenMasks(np.array([2, 0]), torch.from_numpy(words))
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 3] = 40.0
+    found = sample(sampler_of(*[SamplingParams(**options)] * 3), logits, batch_of(3, masks=masks))
+    assert found.tokens == [[9], [3], [4]]
 
 
 def test_a_new_row_leaves_the_counts_of_others_alone() -> None:
@@ -499,6 +527,23 @@ def test_refusals() -> None:
         SampleBatch(rows=[0, 1], num_outputs=[0], num_drafts=[0, 0])
     with pytest.raises(ValueError, match=r"num_drafts \[1\] exceed 0 drafts"):
         SampleBatch(rows=[0], num_outputs=[0], num_drafts=[1])
+    with pytest.raises(ValueError, match=r"num_drafts \[-1\] exceed"):
+        SampleBatch(rows=[0], num_outputs=[0], num_drafts=[-1])
+    drafts, one = torch.zeros(2, 3, dtype=torch.int64), {"rows": [0], "num_outputs": [0]}
+    with pytest.raises(ValueError, match=r"draft_tokens \[2, 3\] do not match 1 sequences"):
+        SampleBatch(**one, num_drafts=[3], draft_tokens=drafts)
+    SampleBatch(**one, num_drafts=[3], draft_tokens=drafts[:1])
+    with pytest.raises(ValueError, match=r"num_drafts \[4\] exceed 3 drafts"):
+        SampleBatch(**one, num_drafts=[4], draft_tokens=drafts[:1])
+    with pytest.raises(ValueError, match=r"parents of \[1\] drafts do not match \[2\]"):
+        SampleBatch(**one, num_drafts=[2], draft_tokens=drafts[:1], parents=[[-1]])
+    with pytest.raises(ValueError, match="row -1 is not one of 2"):
+        sampler.add(-1, SamplingParams(), [], [], 0)
+    for options in ({"logit_bias": {11: 1.0}}, {"stop_token_ids": [0, 11]}, {"logprobs": 12}):
+        sampler.add(1, SamplingParams(**options), [], [], 0)
+        sampler.remove(1)
+    with pytest.raises(ValueError, match="a stop token is outside the vocabulary 12"):
+        sampler.add(1, SamplingParams(), [], [], 0, [-1])
 
 
 @pytest.mark.gpu

@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from anabranch.llm.sampling.parameter_rows import Work
-from anabranch.llm.sampling.params import SamplingParams
+from anabranch.llm.sampling.params import SamplingParams, Work
 
 REFUSED: dict[str, list[Any]] = {
     "n": [0, -1, 1.0, True, "1", None],
@@ -58,12 +57,85 @@ def test_every_option_has_refusals() -> None:
     assert {field.name for field in dataclasses.fields(SamplingParams)} == REFUSED.keys()
 
 
+# The largest and smallest values that are taken; a little more or less is refused.
+BOUNDS: dict[str, tuple[list[Any], list[Any]]] = {
+    "n": ([1], [0]),
+    "temperature": ([0, 1e6], [-1e-9, 1e6 + 1]),
+    "top_p": ([1e-9, 1], [0, 1 + 1e-9]),
+    "top_k": ([-1, 0, 1], [-2]),
+    "min_p": ([0, 1], [-1e-9, 1 + 1e-9]),
+    "presence_penalty": ([-2, 2], [-2 - 1e-9, 2 + 1e-9]),
+    "frequency_penalty": ([-2, 2], [-2 - 1e-9, 2 + 1e-9]),
+    "repetition_penalty": ([1e-6, 1e6], [0.9e-6, 1e6 + 1]),
+    "seed": ([-(2**63), 2**63 - 1, 0], [-(2**63) - 1, 2**63]),
+    "stop_token_ids": ([[0]], [[-1]]),
+    "max_tokens": ([1, None], [0]),
+    "min_tokens": ([0, 16], [-1, 17]),
+    "logprobs": ([0, None], [-1]),
+    "prompt_logprobs": ([0, None], [-1]),
+    "logit_bias": ([{0: -100}, {0: 100}], [{-1: 0}, {0: -100.1}, {0: 100.1}]),
+    "truncate_prompt_tokens": ([1, None], [0]),
+    "speculate": ([True, False, None], [0]),
+    "allowed_token_ids": ([[0], None], [[-1]]),
+    "stop": ([None, "a", ["a"]], [""]),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_bounds(name: str) -> None:
+    taken, refused = BOUNDS[name]
+    for value in taken:
+        SamplingParams(**{name: value})
+    for value in refused:
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+
+
 def test_defaults() -> None:
     params = SamplingParams()
-    assert (params.max_tokens, params.temperature, params.top_p, params.top_k) == (16, 1.0, 1.0, 0)
-    assert not params.greedy
-    assert not params.penalised
-    assert params.speculate is None
+    assert dataclasses.asdict(params) == {
+        "n": 1,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "top_k": 0,
+        "min_p": 0.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "seed": None,
+        "stop": (),
+        "stop_token_ids": (),
+        "include_stop_str_in_output": False,
+        "ignore_eos": False,
+        "max_tokens": 16,
+        "min_tokens": 0,
+        "logprobs": None,
+        "prompt_logprobs": None,
+        "logit_bias": {},
+        "skip_special_tokens": True,
+        "truncate_prompt_tokens": None,
+        "speculate": None,
+        "structured_outputs": None,
+        "bad_words": (),
+        "allowed_token_ids": None,
+    }
+    assert not (params.greedy or params.penalised or params.constrained)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"bad_words": ["a"]}, {"allowed_token_ids": [3]}, {"structured_outputs": {"regex": "a"}}],
+)
+def test_constrained(options: dict[str, Any]) -> None:
+    assert SamplingParams(**options).constrained
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("presence_penalty", 0.1), ("frequency_penalty", -0.1), ("repetition_penalty", 0.9)],
+)
+def test_penalised(name: str, value: float) -> None:
+    assert SamplingParams(**{name: value}).penalised
 
 
 def test_normal_forms() -> None:
@@ -83,6 +155,11 @@ def test_normal_forms() -> None:
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 9e-6}, {"top_k": 1}])
 def test_greedy(options: dict[str, Any]) -> None:
     assert SamplingParams(**options).greedy
+
+
+@pytest.mark.parametrize("options", [{"temperature": 1e-5}, {"top_k": 2}])
+def test_not_greedy(options: dict[str, Any]) -> None:
+    assert not SamplingParams(**options).greedy
 
 
 def test_no_limit_on_tokens_allows_any_minimum() -> None:

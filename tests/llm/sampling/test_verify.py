@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 from drafting import propose
 from test_sampler import FILTERS, VOCAB, assert_distributed, batch_of, expected_probs, sampler_of
 from torch import Tensor
 
-from anabranch.llm.sampling.batch import SampleBatch
-from anabranch.llm.sampling.parameter_rows import SamplingRows
-from anabranch.llm.sampling.params import SamplingParams
+from anabranch.llm.sampling.batch import Positions, SampleBatch, tree_arrays
+from anabranch.llm.sampling.params import SamplingParams, SamplingRows
 from anabranch.llm.sampling.sampler import Sampler
-from anabranch.llm.sampling.verify import accept_equal, emit
+from anabranch.llm.sampling.verify import accept_equal, emit, walk_trees
 
 MODES = FILTERS | {"greedy": {"temperature": 0.0}}
 # Verification does not know who made a draft: with each mode once by the sampler, once otherwise
@@ -35,6 +36,84 @@ def test_accept_equal_counts_leading_matches_of_real_drafts() -> None:
         [0, 0, 0, 0],
         [1, 0, 0, 0],
     ]
+
+
+def walked(drawn: list[int], drafts: list[int], parents: list[int]) -> list[int]:
+    """Nodes of the path, by hand; siblings differ."""
+    path = [0]
+    while True:
+        below = [node for node, parent in enumerate(parents, 1) if parent + 1 == path[-1]]
+        right = [node for node in below if drafts[node - 1] == drawn[path[-1]]]
+        if not right:
+            return path
+        path += right
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_trees_are_walked_as_by_hand(seed: int) -> None:
+    """Padding repeats the tokens that would be right, and is not accepted."""
+    draws, width = random.Random(seed), 7
+    parents, drafts, drawn = list[list[int]](), list[list[int]](), list[list[int]]()
+    for num_drafts in (0, 1, 3, 5, 6):
+        parents.append([draws.randrange(-1, node) for node in range(num_drafts)])
+        drafts.append([])
+        for node, parent in enumerate(parents[-1]):
+            taken = {drafts[-1][i] for i in range(node) if parents[-1][i] == parent}
+            drafts[-1].append(draws.choice([token for token in range(1, 9) if token not in taken]))
+        target = [draws.randrange(1, 9) for _ in range(width)]
+        for node, parent in enumerate(parents[-1]):  # of a node, its last child is often right
+            if draws.random() < 0.7:
+                target[parent + 1] = drafts[-1][node]
+        drawn.append(target)
+    paths = [walked(*each) for each in zip(drawn, drafts, parents, strict=True)]
+    arrays = tree_arrays(parents, width)
+    above, depths = (torch.from_numpy(arrays[name]) for name in ("above", "depths"))
+    padded = [
+        each + [target[0]] * (width - 1 - len(each))
+        for each, target in zip(drafts, drawn, strict=True)
+    ]
+    found = walk_trees(
+        torch.tensor(drawn),
+        torch.tensor(padded),
+        torch.tensor([len(each) for each in drafts]),
+        above,
+        depths,
+        int(depths.max()),
+    )
+    assert found.path is not None
+    assert found.num_accepted.tolist() == [len(path) - 1 for path in paths]
+    for place, path in enumerate(paths):
+        assert found.path[place, : len(path)].tolist() == path
+        assert found.path[place, len(path) :].tolist() == list(range(len(path), width))
+        emitted = [drawn[place][node] for node in path]
+        assert found.tokens[place].tolist() == emitted + [0] * (width - len(path))
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("parents", [None, [[], [-1, 0, 0, 2], [-1, -1, 1]]])
+def test_drafts_before_each_row_of_logits(parents: list[list[int]] | None, padded: bool) -> None:
+    """Those of a chain, and the ancestors in a tree; -1 stands for the last token."""
+    num_drafts = [0, 4, 3]
+    drafts = torch.zeros(3, 4, dtype=torch.int64)
+    given = {"num_drafts": num_drafts, "draft_tokens": drafts, "parents": parents}
+    batch = batch_of(3, **given, padded=padded)
+    positions = Positions.of(batch)
+    firsts = [0, 5, 10] if padded else [0, 1, 6]
+    expected = set[tuple[int, int]]()
+    for seq, above in enumerate(parents or [[], [-1, 0, 1, 2], [-1, 0, 1]]):
+        for node in range(num_drafts[seq]):
+            draft = node
+            while draft >= 0:
+                expected.add((firsts[seq] + node + 1, seq * 4 + draft))
+                draft = above[draft]
+    own = {
+        first + row for first, num in zip(firsts, num_drafts, strict=True) for row in range(num + 1)
+    }
+    rows, earlier = positions.earlier_drafts(batch)
+    found = [pair for pair in zip(rows.tolist(), earlier.tolist(), strict=True) if pair[0] in own]
+    assert set(found) == expected and len(found) == len(expected)
+    assert batch.num_logits == len(positions.seqs) == (15 if padded else 10)
+    assert positions.places[:, 0].tolist() == firsts
 
 
 def conditional_tokens(tokens: Tensor, num_emitted: Tensor, position: int) -> Tensor:
@@ -94,7 +173,9 @@ def test_drafts_equal_to_the_target_are_always_accepted() -> None:
     sampler = sampler_of(*[SamplingParams(top_p=0.9, temperature=0.7)] * 500)
     tokens = propose(sampler, logits.expand(500, -1), batch_of(500))
     batch = batch_of(500, num_drafts=[1] * 500, draft_tokens=tokens.unsqueeze(1))
-    assert (sampler.sample(logits.expand(1000, -1), batch).num_accepted == 1).all()
+    output = sampler.sample(logits.expand(1000, -1), batch)
+    assert (output.num_accepted == 1).all()
+    assert torch.equal(output.last_tokens, output.tokens[:, 1])
 
 
 REQUESTS = [

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 
-from anabranch.llm.server.answer_pieces import AnswerPiece, PieceKind, PieceParser, joined
-from anabranch.llm.server.channels import ChannelParser
-from anabranch.llm.server.reasoning import ReasoningParser
+from anabranch.llm.server.answer_pieces import (
+    AnswerPiece,
+    ChannelParser,
+    PieceKind,
+    PieceParser,
+    ReasoningParser,
+    joined,
+)
 from anabranch.llm.server.tool_format import DEEPSEEK, HERMES, LLAMA3, MISTRAL, ToolFormat
 from anabranch.llm.server.tool_parser import LONGEST_HEAD, ToolParser
 
@@ -64,6 +69,12 @@ CASES: dict[str, tuple[ToolFormat, str, str, list[Any]]] = {
         [ONE, TWO],
     ),
     "llama, text": (LLAMA3, "It rains.", "It rains.", []),
+    "llama, other JSON, then text": (
+        LLAMA3,
+        '{"weather": "wet"} It rains.',
+        '{"weather": "wet"} It rains.',
+        [],
+    ),
     "llama, other JSON": (LLAMA3, '{"weather": "wet"}', '{"weather": "wet"}', []),
     "mistral": (MISTRAL, f"[TOOL_CALLS] [{plain(*ONE)}, {plain(*TWO)}]", "", [ONE, TWO]),
     "deepseek": (

@@ -19,9 +19,15 @@ from server_models import engine_config  # noqa: E402
 
 from anabranch.llm.engine.engine import Engine  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
-from anabranch.llm.server import engine_child, grammar_threads  # noqa: E402
-from anabranch.llm.server.engine_child import EngineLoop, failed, ready, snapshot  # noqa: E402
-from anabranch.llm.server.grammar_threads import Compiled, GrammarThreads  # noqa: E402
+from anabranch.llm.server import engine_child  # noqa: E402
+from anabranch.llm.server.engine_child import (  # noqa: E402
+    Compiled,
+    EngineLoop,
+    GrammarThreads,
+    failed,
+    ready,
+    snapshot,
+)
 from anabranch.llm.server.messages import (  # noqa: E402
     Abort,
     Add,
@@ -161,8 +167,8 @@ def test_reports_come_in_a_rhythm_and_when_work_ends(
         return len(sent)
 
     assert reports(0, False) == 1  # the first
-    assert reports(0.45, False) == 0
-    assert reports(0.1, False) == 1
+    assert reports(0.4375, False) == 0
+    assert reports(0.0625, False) == 1  # half of the second that a message may stay away
     assert reports(0.15, True) == 0
     assert reports(0.1, True) == 1
     assert reports(0.01, False) == 1  # at once: nothing else would say so
@@ -198,8 +204,8 @@ def test_settings_are_blamed_without_a_trace() -> None:
 def test_grammars_wait_up_to_a_bound_and_small_ones_pass_large_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(grammar_threads, "MAX_WAITING", 2)
-    monkeypatch.setattr(grammar_threads, "LARGE_CHARS", 10)
+    monkeypatch.setattr(engine_child, "MAX_WAITING", 2)
+    monkeypatch.setattr(engine_child, "LARGE_CHARS", 10)
     held, done = threading.Event(), SimpleQueue[Compiled]()
 
     def compiled(params: SamplingParams) -> str:

@@ -16,9 +16,8 @@ from chat_families import CALLED, CHAT_FAMILIES, chat_tokenizer, token_ids
 
 from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
-from anabranch.llm.server.offer_grammar import Thinking, offer_grammar
 from anabranch.llm.server.tool_format import FORMATS, ToolFormat, detect_tool_format
-from anabranch.llm.server.tool_grammar import LarkTexts, call_grammar
+from anabranch.llm.server.tool_grammar import LarkTexts, Thinking, call_grammar, offer_grammar
 from anabranch.llm.server.tool_models import FunctionTool
 
 SCHEMA = {
@@ -115,6 +114,29 @@ def test_parallel_calls(family: str) -> None:
     left, may_end = accepts(family, grammar, written(family, ("g.x", WRONG), ("f", WRONG)))
     assert left.startswith("Rome") and not may_end
     left, _ = accepts(family, offered(family, parallel=False), two)
+    assert left
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral"])
+@pytest.mark.parametrize("required", [False, True])
+def test_sixteen_calls_are_the_most(family: str, required: bool) -> None:
+    texts = LarkTexts(chat_tokenizer(family))
+    grammar = call_grammar(format_of(family), [LOOSE], texts, parallel=True)
+    grammar = grammar if required else offered(family)
+    many = [("g.x", {"city": "Bern", "days": 1})] * 17
+    assert accepts(family, grammar, written(family, *many[1:])) == ("", True)
+    assert accepts(family, grammar, written(family, *many))[0]
+
+
+@each_family
+def test_what_holds_all_calls_comes_once(family: str) -> None:
+    form = format_of(family)
+    if not (form.listed or form.bare or form.around):
+        pytest.skip("each call stands for itself")
+    lead = form.opens[0] if form.bare else ""
+    once = lead + written(family, ("g.x", WRONG))
+    assert accepts(family, offered(family), once) == ("", True)
+    left, _ = accepts(family, offered(family), once + once)
     assert left
 
 

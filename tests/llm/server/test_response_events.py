@@ -11,7 +11,7 @@ import pytest
 pydantic = pytest.importorskip("pydantic")
 
 from anabranch.llm.server.answer_pieces import AnswerPiece, PieceKind  # noqa: E402
-from anabranch.llm.server.response_events import ResponseEvents  # noqa: E402
+from anabranch.llm.server.responses import ResponseEvents  # noqa: E402
 
 
 class Whole(pydantic.BaseModel):
@@ -52,6 +52,11 @@ def test_reasoning_then_text() -> None:
         *(*begin, "reasoning_text.delta", "reasoning_text.done", "content_part.done", end),
         *(*begin, "output_text.delta", "output_text.delta"),
         *("output_text.done", "content_part.done", end, "completed"),
+    ]
+    assert {event["content_index"] for event in events if "content_index" in event} == {0}
+    assert [event["type"] for event in events if "logprobs" in event] == [
+        *["response.output_text.delta"] * 2,
+        "response.output_text.done",
     ]
     assert [event.get("output_index") for event in events[2:8]] == [0] * 6
     assert [event.get("output_index") for event in events[8:-1]] == [1] * 7

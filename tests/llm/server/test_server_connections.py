@@ -27,7 +27,7 @@ from server_models import CONTEXT, Server, engine_config, running_server, until 
 from uvicorn.server import ServerState  # noqa: E402
 
 from anabranch.llm.server.engine_process import EngineProcess  # noqa: E402
-from anabranch.llm.server.guarded_protocol import GuardedProtocol, guarded_by  # noqa: E402
+from anabranch.llm.server.http_server import GuardedProtocol, guarded_by  # noqa: E402
 from anabranch.llm.server.server_limits import ServerLimits  # noqa: E402
 
 HEADERS = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
@@ -251,6 +251,7 @@ def test_readers_who_wait_hold_up_nobody(engine: EngineProcess) -> None:
         until(lambda: server.service.admission.num_open == 16)
         beside = httpx.post(f"{server.v1}/completions", json=fields, timeout=60).json()
         until(lambda: engine.snapshot and not engine.snapshot.num_running)
+        until(lambda: server.service.admission.num_open <= 16)  # the answer beside them has ended
         assert server.service.admission.num_open == 16  # computed, and nobody has read them
         received = [read_all(connection) for connection in slow]
         until(lambda: not server.service.admission.num_open)

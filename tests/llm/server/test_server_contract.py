@@ -23,9 +23,9 @@ from tokenizers import pre_tokenizers  # noqa: E402
 from anabranch.llm.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.llm.server import command, metrics  # noqa: E402
 from anabranch.llm.server.app import make_app  # noqa: E402
-from anabranch.llm.server.body_values import has_many_values  # noqa: E402
 from anabranch.llm.server.chat import ChatReply  # noqa: E402
 from anabranch.llm.server.chat_models import ChatRequest  # noqa: E402
+from anabranch.llm.server.command import make_room_for  # noqa: E402
 from anabranch.llm.server.completion_models import CompletionRequest  # noqa: E402
 from anabranch.llm.server.engine_watch import HangPolicy  # noqa: E402
 from anabranch.llm.server.errors import (  # noqa: E402
@@ -35,10 +35,10 @@ from anabranch.llm.server.errors import (  # noqa: E402
     ServerClosing,
     as_api_error,
 )
+from anabranch.llm.server.gate import has_many_values  # noqa: E402
 from anabranch.llm.server.http_server import HttpServer  # noqa: E402
-from anabranch.llm.server.open_files import make_room_for  # noqa: E402
 from anabranch.llm.server.reply import written  # noqa: E402
-from anabranch.llm.server.restart_policy import RestartPolicy  # noqa: E402
+from anabranch.llm.server.restarting_engine import RestartPolicy  # noqa: E402
 from anabranch.llm.server.server_limits import ServerLimits  # noqa: E402
 from anabranch.llm.server.service import Service, make_service  # noqa: E402
 from anabranch.llm.server.token_texts import TokenTexts  # noqa: E402
@@ -65,6 +65,7 @@ DEFAULTS: dict[Any, dict[str, Any]] = {
         "reasoning": True,
         "tool_format": "auto",
     },
+    make_service: {"tool_format": "auto", "reasoning": True},
     HttpServer.__init__: {"host": "127.0.0.1", "port": 8000, "drain_seconds": 60.0},
 }
 KINDS = {
@@ -234,6 +235,21 @@ def test_as_many_tokens_as_a_context_become_text(client: Any) -> None:
         assert client.post("/detokenize", json={"tokens": [token]}).status_code == status
 
 
+@pytest.mark.parametrize("field", ["prompt", "messages"])
+def test_texts_longer_than_a_context_are_tokenized(field: str) -> None:
+    """As long as their bytes might fit."""
+    testclient = pytest.importorskip("starlette.testclient")
+    engine = RandomEngine(tiny_tokenizer(), context=1024)
+    service = make_service(engine, limits=ServerLimits(), model_name="tiny", created=0)
+    client = testclient.TestClient(make_app(service), base_url="http://localhost")
+    for size, status in ((33_000, 200), (34_000, 400)):
+        text = "~" * size
+        body = text if field == "prompt" else [{"role": "user", "content": text}]
+        answer = client.post("/tokenize", json={field: body})
+        assert answer.status_code == status
+        assert status == 400 or answer.json()["count"] >= size
+
+
 def streamed(client: Any, **body: Any) -> list[Any]:
     body |= {"stream": True, "stream_options": {"include_usage": True} | body.pop("options", {})}
     *lines, done = client.post(COMPLETIONS, json=body).text.strip().split("\n\n")
@@ -361,6 +377,21 @@ def test_a_request_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
         assert value("request_success_total") == number
 
 
+def test_two_tokens_have_a_mean(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [10.0]
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    kept = SimpleNamespace(snapshot=None, trouble=None, num_restarts=0, info=None)
+    made = metrics.Metrics("tiny", cast("Any", kept))
+    watch = made.watch(1, arrival=10.0)
+    for moment in (10.0, 13.0):
+        now[0] = moment
+        choices = [SimpleNamespace(number=0, token_ids=[7], finish_reason=None)]
+        given = {"num_tokens": 1, "finished": moment > 10, "num_cached_tokens": 0}
+        watch.observe(cast("Any", SimpleNamespace(choices=choices, **given)))
+    name = "anabranch:request_time_per_output_token_seconds_sum"
+    assert made._registry.get_sample_value(name, {"model_name": "tiny"}) == 3  # pyright: ignore[reportPrivateUsage]
+
+
 def test_letters_of_bytes_are_the_librarys() -> None:
     """Every byte that a byte-level tokenizer can write is read back."""
     texts = TokenTexts(tiny_tokenizer())
@@ -390,6 +421,22 @@ def test_open_files_are_raised_to_what_is_needed(
     make_room_for(10)
     assert raised == ([] if after is None else [(after, hard)])
     assert bool(caplog.records) == (after == 200)
+
+
+@pytest.mark.parametrize(
+    ("made", "least", "refused"),
+    [
+        (RestartPolicy, {"max_restarts": 0, "first_delay": 0.0}, {"max_restarts": -1}),
+        (RestartPolicy, {"first_delay": 0.5}, {"first_delay": -0.5}),
+        (RestartPolicy, {"window_seconds": 0.5}, {"window_seconds": 0.0}),
+        (HangPolicy, {"silence_seconds": 0.5}, {"silence_seconds": 0.0}),
+        (HangPolicy, {"step_seconds": 0.5}, {"step_seconds": math.inf}),
+    ],
+)
+def test_policies_at_their_bounds(made: Any, least: Any, refused: Any) -> None:
+    made(**least)
+    with pytest.raises(ValueError, match=next(iter(refused))):
+        made(**refused)
 
 
 @pytest.mark.parametrize("port", [-1, 65536])

@@ -38,16 +38,25 @@ from anabranch.llm.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.llm.engine.config import EngineConfig  # noqa: E402
 from anabranch.llm.engine.ranks import RankLostError  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
-from anabranch.llm.server import engine_child, heartbeat, restarting_engine  # noqa: E402
-from anabranch.llm.server.channel import Channel  # noqa: E402
+from anabranch.llm.server import engine_child, engine_watch, restarting_engine  # noqa: E402
 from anabranch.llm.server.deltas import RequestDelta  # noqa: E402
 from anabranch.llm.server.engine_child import EngineLoop  # noqa: E402
 from anabranch.llm.server.engine_process import EngineProcess  # noqa: E402
-from anabranch.llm.server.engine_watch import EngineWatch, HangPolicy  # noqa: E402
-from anabranch.llm.server.heartbeat import Heartbeat  # noqa: E402
-from anabranch.llm.server.messages import Beat, Broken  # noqa: E402
-from anabranch.llm.server.restart_policy import RestartBudget, RestartPolicy  # noqa: E402
-from anabranch.llm.server.restarting_engine import RestartingEngine  # noqa: E402
+from anabranch.llm.server.engine_watch import (  # noqa: E402
+    EngineWatch,
+    HangPolicy,
+    Heartbeat,
+)
+from anabranch.llm.server.messages import (  # noqa: E402
+    Beat,
+    Broken,
+    Channel,
+)
+from anabranch.llm.server.restarting_engine import (  # noqa: E402
+    RestartBudget,
+    RestartingEngine,
+    RestartPolicy,
+)
 
 LONG = {"prompt": "hello", "max_tokens": CONTEXT - 8, "ignore_eos": True}
 
@@ -343,7 +352,7 @@ def test_a_long_step_is_no_hang_and_an_endless_one_is() -> None:
 
 
 def test_a_step_does_not_silence_the_heart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heartbeat, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(engine_watch, "BEAT_SECONDS", 0.01)
     sent: Queue[Beat] = Queue()
     heart = Heartbeat(sent.put)
     assert sent.get(timeout=20) == Beat(0.0)

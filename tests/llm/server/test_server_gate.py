@@ -17,9 +17,12 @@ from starlette.routing import Route  # noqa: E402
 
 from anabranch.llm.server import command  # noqa: E402
 from anabranch.llm.server.app import make_app  # noqa: E402
-from anabranch.llm.server.body_values import has_many_values  # noqa: E402
 from anabranch.llm.server.command import serve  # noqa: E402
-from anabranch.llm.server.host_names import HostNames, is_loopback  # noqa: E402
+from anabranch.llm.server.gate import (  # noqa: E402
+    HostNames,
+    has_many_values,
+    is_loopback,
+)
 from anabranch.llm.server.server_limits import ServerLimits  # noqa: E402
 from anabranch.llm.server.service import Service  # noqa: E402
 

@@ -21,8 +21,8 @@ from tiny_models import VOCAB, source  # noqa: E402
 from anabranch.llm.engine.config import EngineConfig  # noqa: E402
 from anabranch.llm.engine.engine import Engine  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
-from anabranch.llm.server import chat, completions  # noqa: E402
 from anabranch.llm.server.deltas import DeltaCursor, RequestDelta, join_deltas  # noqa: E402
+from anabranch.llm.server.reply import SampledReply  # noqa: E402
 from anabranch.llm.server.token_texts import TokenTexts  # noqa: E402
 
 LENGTH = 900  # more than a step scores
@@ -136,8 +136,8 @@ def writers(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 
         return call_and_note
 
-    for module in (completions, chat):
-        monkeypatch.setattr(module, "prompt_logprobs", noted(module.prompt_logprobs))
+    method = "_prompt_logprobs"
+    monkeypatch.setattr(SampledReply, method, noted(getattr(SampledReply, method)))
     monkeypatch.setattr(TokenTexts, "text_of", noted(TokenTexts.text_of))
     return names
 

@@ -10,14 +10,15 @@ for needed in ("fastapi", "httpx", "markdown_it"):
 from fastapi import FastAPI  # noqa: E402
 from fastapi.testclient import TestClient  # noqa: E402
 
-from anabranch.llm.server import error_handlers, markdown  # noqa: E402
+from anabranch.llm.server.app import MAX_MARKDOWN_CHARS, page_router  # noqa: E402
+from anabranch.llm.server.errors import install_handlers  # noqa: E402
 from anabranch.llm.server.gate import Gate  # noqa: E402
 
 
 def client(api_key: str | None = None) -> TestClient:
     app = FastAPI()
-    error_handlers.install(app)
-    app.include_router(markdown.router)
+    install_handlers(app)
+    app.include_router(page_router)
     app.add_middleware(Gate, api_key=api_key, max_body_bytes=1 << 20)
     return TestClient(app)
 
@@ -47,6 +48,6 @@ def test_it_takes_the_key_and_no_long_text() -> None:
     guarded = client("secret")
     assert guarded.post("/markdown", json={"text": "a"}).status_code == 401
     headers = {"Authorization": "Bearer secret"}
-    for length, status in ((markdown.MAX_CHARS, 200), (markdown.MAX_CHARS + 1, 400)):
+    for length, status in ((MAX_MARKDOWN_CHARS, 200), (MAX_MARKDOWN_CHARS + 1, 400)):
         body = {"text": "a" * length}
         assert guarded.post("/markdown", json=body, headers=headers).status_code == status

@@ -8,6 +8,7 @@ import json
 import pickle
 import threading
 import weakref
+from multiprocessing import Pipe
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,8 +21,10 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
 from server_models import talking_model, tiny_tokenizer  # noqa: E402
 from tokenizers import Tokenizer, decoders, models  # noqa: E402
 
+from anabranch.llm.engine.async_llm import EngineDead  # noqa: E402
 from anabranch.llm.engine.llm import LLM  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
+from anabranch.llm.server.answer import Answer  # noqa: E402
 from anabranch.llm.server.app import make_app  # noqa: E402
 from anabranch.llm.server.chat import ChatReply  # noqa: E402
 from anabranch.llm.server.chat_models import ChatRequest, Message  # noqa: E402
@@ -31,21 +34,31 @@ from anabranch.llm.server.completion_models import (  # noqa: E402
     CompletionRequest,
 )
 from anabranch.llm.server.completions import CompletionReply  # noqa: E402
-from anabranch.llm.server.delta_listener import DeltaListener  # noqa: E402
 from anabranch.llm.server.deltas import (  # noqa: E402
     ChoiceDelta,
     DeltaCursor,
+    DeltaListener,
     RequestDelta,
     join_deltas,
 )
 from anabranch.llm.server.errors import ApiError  # noqa: E402
-from anabranch.llm.server.events import TextEvents, event_of  # noqa: E402
-from anabranch.llm.server.messages import Outputs, Ready  # noqa: E402
-from anabranch.llm.server.served_engine import ServedEngine  # noqa: E402
-from anabranch.llm.server.server_limits import SequenceQuota, ServerLimits  # noqa: E402
+from anabranch.llm.server.messages import (  # noqa: E402
+    Channel,
+    Outputs,
+    Ready,
+    ServedEngine,
+)
+from anabranch.llm.server.reply import TextEvents, event_of  # noqa: E402
+from anabranch.llm.server.server_limits import (  # noqa: E402  # noqa: E402
+    LARGE_ANSWER,
+    LONG_CHARS,
+    EncodingThreads,
+    SequenceQuota,
+    ServerLimits,
+    WritingThread,
+)
 from anabranch.llm.server.service import Service, make_service  # noqa: E402
 from anabranch.llm.server.token_texts import TokenStream, TokenTexts  # noqa: E402
-from anabranch.llm.server.writing_thread import LARGE_ANSWER, WritingThread  # noqa: E402
 
 TEXT = "hello the € and \U0001f30a\n\tá"
 
@@ -204,6 +217,64 @@ def test_large_answers_are_written_by_one_thread() -> None:
     asyncio.run(check())
 
 
+def test_work_moves_to_a_thread_from_a_size_on() -> None:
+    async def names(run: Any, most: int) -> list[str]:
+        name = lambda: threading.current_thread().name.rpartition("_")[0]  # noqa: E731
+        return [await run(size, name) for size in (1, most, most + 1)]
+
+    writing, encoding = WritingThread(), EncodingThreads()
+    assert asyncio.run(names(writing.run, LARGE_ANSWER)) == ["", "", "write-answers"]
+    assert asyncio.run(names(encoding.run, LONG_CHARS)) == [*["encode-short"] * 2, "encode-long"]
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [(KeyError("x"), True), (EngineDead("KeyError"), False), (ApiError(400, "KeyError"), False)],
+)
+def test_errors_that_nobody_expects_leave_a_trace(
+    error: Exception, told: bool, capsys: Any
+) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    answer = Answer.__new__(Answer)
+    asyncio.run(answer._end_stream(error, send))  # pyright: ignore[reportPrivateUsage]
+    assert ("KeyError" in capsys.readouterr().err) == told and len(sent) == 1
+    assert sent[0]["body"].startswith(b'data: {"error"')
+
+
+def test_no_thread_of_a_channel_keeps_a_process() -> None:
+    ours, theirs = Pipe()
+    channel = Channel(ours, lambda _: None, lambda: None)
+    threads = [each for each in threading.enumerate() if each.name.startswith("channel-")]
+    assert len(threads) >= 2 and all(each.daemon for each in threads)
+    theirs.close()
+    channel.close()
+
+
+def test_an_engine_in_trouble_refuses() -> None:
+    info = Ready("tiny", tiny_tokenizer(), 300, 64, 4, 16, 16, 0, "cpu")
+    engine = SimpleNamespace(info=info, num_restarts=0, trouble=None)
+    limits = ServerLimits(max_queue=5, max_prompt_tokens=7)
+    service = make_service(cast("Any", engine), limits=limits, model_name="m", created=0)
+    service.check_engine()
+    engine.trouble = "it hangs"
+    with pytest.raises(ApiError, match="it hangs") as refused:
+        service.check_engine()
+    assert (refused.value.status_code, refused.value.code) == (503, "engine_failed")
+    assert (service.model_name, service.admission.capacity) == ("m", 4 + 5)
+    for name in (None, "m"):
+        service.check_model(name)
+    with pytest.raises(ApiError, match="there is no model 'tiny' here; the model is 'm'"):
+        service.check_model("tiny")
+    assert len(service.encoder.fitted([5] * 7, truncate=None, max_tokens=None)) == 7
+    with pytest.raises(ApiError, match="has 8 tokens, the most is 7"):
+        service.encoder.fitted([5] * 8, truncate=None, max_tokens=None)
+    assert info.cache_tokens == 16 * 16
+
+
 @pytest.mark.parametrize("origins", ["http://page.example", ["page.example"], ["http://a/b"]])
 def test_origins_that_no_browser_sends_are_refused(origins: Any) -> None:
     service = cast("Service", SimpleNamespace(limits=ServerLimits()))
@@ -238,8 +309,13 @@ def test_admission_counts_down_whatever_happens() -> None:
         {"header_seconds": 0.0},
         {"body_seconds": float("nan")},
         {"max_prompt_tokens": 0},
+        {"max_connections": 0},
+        {"max_prompt_logprobs": -1},
     ],
 )
 def test_limits_that_limit_nothing_are_refused(wrong: dict[str, Any]) -> None:
+    least = {"max_queue": 0, "max_body_bytes": 1, "max_connections": 1, "max_prompt_logprobs": 0}
+    times = dict.fromkeys(("max_request_seconds", "header_seconds", "body_seconds"), 0.5)
+    ServerLimits(**least, **times, max_prompt_tokens=1)
     with pytest.raises(ValueError, match=next(iter(wrong))):
         ServerLimits(**wrong)

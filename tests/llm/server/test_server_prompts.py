@@ -18,13 +18,13 @@ for needed in ("fastapi", "uvicorn", "prometheus_client"):
 from tokenizer_families import FAMILIES, WORDS, tokenizer_of  # noqa: E402
 from tokenizers.processors import TemplateProcessing  # noqa: E402
 
-from anabranch.llm.server.encoding_threads import (  # noqa: E402
+from anabranch.llm.server.errors import ApiError  # noqa: E402
+from anabranch.llm.server.server_limits import (  # noqa: E402
     LONG_CHARS,
     MAX_WAITING_CHARS,
     EncodingThreads,
 )
-from anabranch.llm.server.errors import ApiError  # noqa: E402
-from anabranch.llm.server.prompt_encoder import PIECE_CHARS, PromptEncoder  # noqa: E402
+from anabranch.llm.server.token_texts import PIECE_CHARS, PromptEncoder  # noqa: E402
 
 LIMIT, VOCAB = 200, 10**6
 
@@ -62,7 +62,7 @@ def test_a_text_that_is_too_long_is_not_tokenized_in_full(family: str) -> None:
     text = " ".join(WORDS * 20_000)  # a megabyte
     with pytest.raises(ApiError, match="shorten") as refused:
         encoder.text(text)
-    assert refused.value.code == "context_length_exceeded"
+    assert (refused.value.status_code, refused.value.code) == (400, "context_length_exceeded")
     assert spy.num_chars <= PIECE_CHARS < len(text) / 20
     spy.num_chars = 0
     with pytest.raises(ApiError, match="bytes"):
@@ -84,6 +84,32 @@ def test_a_long_text_of_few_tokens_is_tokenized() -> None:
     """Length alone does not decide: a word that is unknown is one token however long it is."""
     encoder = encoder_of(tokenizer_of("word-piece"))
     assert len(encoder.text("the " + "x" * 10 * PIECE_CHARS)) == 2
+
+
+def refuses(tokenizer: Any, text: str, limit: int) -> bool:
+    try:
+        encoder_of(tokenizer, limit).text(text)
+    except ApiError:
+        return True
+    return False
+
+
+def test_short_texts_are_tokenized_at_once() -> None:
+    """Up to a piece, or eight characters for each token that fits."""
+    tokenizer = tokenizer_of("byte-level")
+    for limit, most in ((LIMIT, PIECE_CHARS), (PIECE_CHARS // 4, 2 * PIECE_CHARS)):
+        assert [refuses(tokenizer, "~" * size, limit) for size in (most, most + 1)] == [False, True]
+
+
+def test_pieces_may_have_some_tokens_more_than_the_whole() -> None:
+    """Sixty-four each, which a cut may add."""
+    tokenizer = tokenizer_of("byte-level")
+    text = "<assistant>" * 4000
+    pieces = [text[start : start + PIECE_CHARS] for start in range(0, len(text), PIECE_CHARS)]
+    assert len(pieces) == 2
+    surely = sum(len(tokenizer(piece)["input_ids"]) - 64 for piece in pieces)
+    assert not refuses(tokenizer, text, surely)
+    assert refuses(tokenizer, text, surely - 1)
 
 
 def test_a_long_text_that_is_to_be_truncated_is_tokenized() -> None:

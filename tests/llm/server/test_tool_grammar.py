@@ -20,6 +20,7 @@ from anabranch.llm.grammar.token_rules import num_words  # noqa: E402
 from anabranch.llm.server.response_models import _merged  # noqa: E402  # pyright: ignore[reportPrivateUsage]
 from anabranch.llm.server.tool_format import (  # noqa: E402
     DEEPSEEK,
+    DEEPSEEK_V31,
     FORMATS,
     GPT_OSS,
     HERMES,
@@ -171,6 +172,11 @@ def test_formats_are_known_by_their_marks(marks: list[str], expected: Any) -> No
             return {mark: place for place, mark in enumerate(marks)}
 
     assert detect_tool_format(Known()) is expected
+    if expected is DEEPSEEK:
+        for template, written in (("```json", DEEPSEEK), ("x", DEEPSEEK_V31)):
+            known = Known()
+            known.chat_template = template
+            assert detect_tool_format(known) is written
     templated = Known()
     templated.chat_template = "[TOOL_CALLS]"
     if not marks:

@@ -25,10 +25,9 @@ from tiny_models import (
 )
 
 from anabranch.llm.engine.llm import LLM
-from anabranch.llm.runner.fixed_arrays import ALIGNMENT, FixedArrays
+from anabranch.llm.runner.step_inputs import ALIGNMENT, FixedArrays
 from anabranch.llm.sampling.batch import SampleBatch
-from anabranch.llm.sampling.parameter_rows import SamplingRows
-from anabranch.llm.sampling.params import SamplingParams
+from anabranch.llm.sampling.params import SamplingParams, SamplingRows
 from anabranch.llm.sampling.sampler import Sampler
 from anabranch.llm.sequences.sequence import Scheduled
 from anabranch.llm.speculative.draft_chain import ChainKey, DraftChain, chain_keys

@@ -17,16 +17,14 @@ from hypothesis import strategies as st
 from anabranch.compositions.tree import node_depths
 from anabranch.kernels.cpu.move_rows import move_rows
 from anabranch.kernels.triton.move_rows import move_rows as move_rows_triton
-from anabranch.llm.runner.cache_rows import CacheRows, token_rows
-from anabranch.llm.runner.kv_cache import LayerCache
+from anabranch.llm.runner.kv_cache import CacheRows, LayerCache, token_rows
 from anabranch.llm.sampling.batch import SampleBatch, tree_arrays
 from anabranch.llm.sampling.verify import walk_trees
 from anabranch.llm.speculative.adaptive import FRESH, AdaptiveDrafts
-from anabranch.llm.speculative.draft_tree_proposer import DraftTreeProposer
-from anabranch.llm.speculative.ngram import NgramIndex
-from anabranch.llm.speculative.ngram_tree import Lookup, first_chances
-from anabranch.llm.speculative.tree_chain import MAX_DEPTH
-from anabranch.llm.speculative.tree_growth import AcceptanceRates, grow_tree, outcomes
+from anabranch.llm.speculative.draft_chain import MAX_DEPTH
+from anabranch.llm.speculative.draft_model import DraftTreeProposer
+from anabranch.llm.speculative.ngram import Lookup, NgramIndex, first_chances
+from anabranch.llm.speculative.proposer import AcceptanceRates, grow_tree, outcomes
 
 pytest.importorskip("transformers")
 

@@ -98,7 +98,6 @@ class LoadOptions(ServingOptions):
         self.loads()
 
     def each_case(self) -> list[LoadOptions]:
-        """These options with each of the lengths."""
         if self.cases is None:
             return [self]
         sizes = parse_sizes(self.cases, "4096x1024,8192x64")

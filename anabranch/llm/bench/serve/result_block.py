@@ -1,11 +1,13 @@
-"""Results of `bench serve` as text: the block that vLLM prints, and tables of several runs."""
+"""Results of `bench serve`: the block that vLLM prints, tables of several runs, and a picture."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
 
 from anabranch.llm.bench.run_results import Record, RunResults
-from anabranch.llm.bench.table import Table
+from anabranch.llm.bench.table import PlotLine, PlotPanel, Table, draw_panels
 
 WIDTH = 50
 ROWS = {
@@ -39,6 +41,12 @@ PEAK = "Peak concurrent requests:"  # a count that is written with decimals
 HEADING = "Per-position acceptance (%):"
 Value = float | int | str | None
 Section = tuple[str, list[tuple[str, Value]]]
+# What a panel shows by its label: fields of a row, and how their lines are drawn.
+PANELS = {
+    "time to first token, ms": {"median_ttft_ms": "-", "p99_ttft_ms": "--"},
+    "time per output token, ms": {"median_tpot_ms": "-", "p99_tpot_ms": "--"},
+    "output, tokens/s": {"output_throughput": "-"},
+}
 
 
 def sections(row: Record) -> Iterator[Section]:
@@ -119,3 +127,24 @@ def _ratio(first: object, last: object) -> str:
     if not isinstance(first, float) or not isinstance(last, float) or not first:
         return ""
     return f"{last / first:.2f}x"
+
+
+def draw_loads(results: RunResults, path: Path) -> None:
+    """Three panels; a colour for each setting, dashes for the 99th percentile."""
+    groups = [
+        (setting, list(rows))
+        for setting, rows in groupby(results.rows, key=lambda row: row["setting"])
+    ]
+    panels = [
+        PlotPanel("concurrency", label, [
+            PlotLine(f"{setting}, {name.partition('_')[0]}", _points(rows, name), place, dashes)
+            for place, (setting, rows) in enumerate(groups)
+            for name, dashes in names.items()
+        ])
+        for label, names in PANELS.items()
+    ]  # fmt: skip
+    draw_panels(f"{results.rows[0]['model']}, {results.where}", panels, path)
+
+
+def _points(rows: list[Record], name: str) -> list[tuple[float, float]]:
+    return [(row["max_concurrency"], row[name]) for row in rows if row[name] is not None]
