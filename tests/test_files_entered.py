@@ -68,7 +68,7 @@ def test_generate_with_drafts_on_a_cpu() -> None:
     llm = ab.LLM(source(), device="cpu", speculative=drafts)
     files = entered(lambda: llm.generate([[10, 11, 12, 10, 11, 12, 10, 11]], GREEDY))
     assert {"/llm/engine/engine.py", "/llm/speculative/ngram.py"} <= files
-    assert len(files) <= 50, sorted(files)
+    assert len(files) <= 49, sorted(files)
 
 
 @pytest.mark.gpu

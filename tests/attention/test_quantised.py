@@ -21,7 +21,7 @@ from anabranch import (
     reference,
 )
 from anabranch.kernels.config import AttendConfig
-from anabranch.kernels.cpu.encode import encode_rows, encodes_rows
+from anabranch.kernels.cpu.append_kv import encode_rows, encodes_rows
 from anabranch.kernels.cpu.native import native
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import in_words
