@@ -167,6 +167,25 @@ def join_sums(sums, parts_ptr, counter_ptr, places, mask, size):
     return is_last, sums
 
 
+@triton.jit
+def write_outputs(sums, rows, outputs, bias_ptr, y_ptr, sums_ptr, counters_ptr, m, n):
+    """Write a tile of outputs; where columns are split, the last program to arrive does."""
+    BLOCK_M: tl.constexpr = rows.shape[0]
+    BLOCK_N: tl.constexpr = outputs.shape[0]
+    first = tl.program_id(1).to(tl.int64) * BLOCK_M * n + tl.program_id(0) * BLOCK_N
+    places = tl.arange(0, BLOCK_M)[:, None] * n + tl.arange(0, BLOCK_N)[None, :]
+    mask = (rows < m)[:, None] & (outputs < n)[None, :]
+    if sums_ptr is not None:
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        parts_ptr, size = sums_ptr + first, m.to(tl.int64) * n
+        is_last, sums = join_sums(sums, parts_ptr, counters_ptr + tile, places, mask, size)
+        mask = mask & is_last
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + outputs, outputs < n, other=0.0)
+        sums += bias.to(tl.float32)[None, :]
+    tl.store(y_ptr + first + places, sums.to(y_ptr.dtype.element_ty), mask)
+
+
 @triton.jit(do_not_specialize=["m"])
 def quantised_product_kernel(
     x_ptr,  # [m, K]
@@ -234,16 +253,4 @@ def quantised_product_kernel(
     if C.group_k >= K:
         sums *= scales.to(tl.float32)[:, None]
 
-    sums = tl.trans(sums)
-    first = tl.program_id(1).to(tl.int64) * BLOCK_M * n + tl.program_id(0) * BLOCK_N
-    places = tl.arange(0, BLOCK_M)[:, None] * n + tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < m)[:, None] & (outputs < n)[None, :]
-    if sums_ptr is not None:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        parts_ptr, size = sums_ptr + first, m.to(tl.int64) * n
-        is_last, sums = join_sums(sums, parts_ptr, counters_ptr + tile, places, mask, size)
-        mask = mask & is_last
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + outputs, outputs < n, other=0.0)
-        sums += bias.to(tl.float32)[None, :]
-    tl.store(y_ptr + first + places, sums.to(y_ptr.dtype.element_ty), mask)
+    write_outputs(tl.trans(sums), rows, outputs, bias_ptr, y_ptr, sums_ptr, counters_ptr, m, n)

@@ -20,7 +20,7 @@ from anabranch.kernels.layers.quantised_config import (
     QuantisedConfig,
     every_config,
 )
-from anabranch.kernels.layers.quantised_product import join_sums
+from anabranch.kernels.layers.quantised_product import write_outputs
 from anabranch.launches.recorder import launch
 
 
@@ -118,16 +118,4 @@ def scaled_product_kernel(
         sums = tl.dot(w, x, sums)
     x_scales = tl.load(x_scales_ptr + rows, rows < m, other=0.0)
     sums = tl.trans(sums * w_scales[:, None]) * x_scales[:, None]
-
-    first = tl.program_id(1).to(tl.int64) * BLOCK_M * n + tl.program_id(0) * BLOCK_N
-    places = tl.arange(0, BLOCK_M)[:, None] * n + tl.arange(0, BLOCK_N)[None, :]
-    mask = (rows < m)[:, None] & (outputs < n)[None, :]
-    if sums_ptr is not None:
-        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
-        parts_ptr, size = sums_ptr + first, m.to(tl.int64) * n
-        is_last, sums = join_sums(sums, parts_ptr, counters_ptr + tile, places, mask, size)
-        mask = mask & is_last
-    if bias_ptr is not None:
-        bias = tl.load(bias_ptr + outputs, outputs < n, other=0.0)
-        sums += bias.to(tl.float32)[None, :]
-    tl.store(y_ptr + first + places, sums.to(y_ptr.dtype.element_ty), mask)
+    write_outputs(sums, rows, outputs, bias_ptr, y_ptr, sums_ptr, counters_ptr, m, n)
