@@ -48,9 +48,8 @@ from anabranch.kernels.schedule.walk import (
 )
 from anabranch.launches.recorder import launch
 
-MANY_ROUNDS: tl.constexpr = tl.constexpr(
-    64
-)  # from this count on the balance is estimated, not summed
+# From this count on the balance is estimated, not summed.
+MANY_ROUNDS: tl.constexpr = tl.constexpr(64)
 
 
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
