@@ -97,6 +97,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{ENGINE}test_engine_sizes.py",
         f"{ENGINE}test_engine.py",
         f"{ENGINE}test_engine_formats.py",
+        f"{ENGINE}test_engine_models.py",
         f"{LLM}parallel/test_ranks.py",
     ),
     "llm/engine/config.py": (
@@ -114,6 +115,7 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{LLM}speculative/test_speculative.py",
         f"{ENGINE}test_engine.py",
         f"{ENGINE}test_structured.py",
+        f"{ENGINE}test_structured_paths.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
     "llm/engine/limits.py": (

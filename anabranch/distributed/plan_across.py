@@ -128,7 +128,7 @@ def _mask_newest(
     oldest = (keys.seq_lens[tokens.seqs] - tokens.q_lens)[:, None]  # position of new token 0
     new = keys.positions_of(local) - oldest
     width = tree_mask.shape[1]
-    shown = tree_mask.gather(1, new.clamp(0, max(width - 1, 0)).long()) if width else new < 0
+    shown = tree_mask.gather(1, new.clamp(0, width - 1).long()) if width else new < 0
     return (new < 0) | (shown & (new < width))
 
 

@@ -175,3 +175,8 @@ def test_pages_of_latent_rows_are_read_in_their_order() -> None:
     assert torch.equal(
         keys.read_slots(torch.tensor([17, 31])), torch.stack([cache[2, 1], cache[3, 7]])
     )
+    codes, scales = torch.randint(-99, 99, cache.shape, dtype=torch.int8), torch.rand(4, 8)
+    given = {"cache_scales": scales, "query_dtype": torch.float32}
+    LatentKV(codes, table, keys.seq_lens, 32, **given).read_pages(0, slice(1, 3), out)
+    exact = codes * scales[..., None]
+    torch.testing.assert_close(out, torch.cat([exact[0], exact[3]]))

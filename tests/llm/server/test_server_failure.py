@@ -488,6 +488,7 @@ def test_a_server_that_gives_its_engine_up_says_so_and_exits(serving: list[Servi
     assert f"tiny on cpu, a cache of {stats['cache_tokens']} tokens" in started
     assert f"page to chat on: {server.url}/\n" in started
     (engine,) = psutil.Process(server.process.pid).children()
+    assert os.getsid(engine.pid) == engine.pid  # Ctrl-C in a terminal is for the server alone
     engine.kill()
     assert server.exit_code() == 3
     assert "ERROR:    the engine process ended with exit code -9" in server.log.read_text()

@@ -70,6 +70,23 @@ def test_a_text_that_is_too_long_is_not_tokenized_in_full(family: str) -> None:
     assert not spy.num_chars
 
 
+def test_a_tokenizer_that_cuts_and_pads_is_told_not_to() -> None:
+    tokenizer = tokenizer_of(next(iter(FAMILIES)))
+    text = " ".join(WORDS)
+    wanted = encoder_of(tokenizer).text(text)
+    tokenizer.backend_tokenizer.enable_truncation(3)
+    tokenizer.backend_tokenizer.enable_padding(length=LIMIT)
+    assert encoder_of(tokenizer).text(text) == wanted
+    assert 3 < len(wanted) < LIMIT
+
+
+def test_without_a_tokenizer_prompts_are_tokens() -> None:
+    encoder = encoder_of(None)
+    assert encoder.fitted([1, 2], truncate=None, max_tokens=None) == [1, 2]
+    with pytest.raises(ApiError, match="no tokenizer"):
+        encoder.text("hello")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_are_the_tokenizers_own(family: str) -> None:
     tokenizer = tokenizer_of(family)
