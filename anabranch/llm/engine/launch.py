@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from anabranch.llm.engine.build import Built
-from anabranch.llm.engine.step_masks import step_masks
+from anabranch.llm.engine.step_masks import MasksBegun
 from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.runner.model_runner import StepLogits
 from anabranch.llm.runner.stage_clock import StageClock
@@ -100,6 +100,13 @@ class Launched:
             run.seq.prompt_logprobs[run.start : run.start + len(entries)] = entries
 
 
+class Flying(NamedTuple):
+    """How the tokens of the step in flight are taken in."""
+
+    accept_tokens: Callable[[], None]  # by the grammars
+    land: Callable[[], None]  # by everybody else
+
+
 class Sampling(NamedTuple):
     """Which runs of a step are sampled, as they are before results of the last step come in."""
 
@@ -130,12 +137,13 @@ class Launcher:
         step: list[Scheduled],
         number: int,
         choice: DraftChoice,
-        settle: Callable[[], None] = lambda: None,
+        flying: Flying | None = None,
     ) -> Launched:
         """Everything of a step up to the copy of its tokens.
 
-        Masks depend on the tokens of the step before. `settle` takes these in, after the model
-        was launched and before masks are made, so that the device has work meanwhile.
+        Masks depend on the tokens of the step before, `flying`. These are taken in after the model
+        was launched, so that the device has work meanwhile: first by the grammars, then, while
+        masks are made, by everybody else.
         """
         clock = StageClock(self._built.device)
         drafts = any(run.num_drafts for run in step)
@@ -147,9 +155,7 @@ class Launcher:
             graphed = logits.by_graph
             logits = self._only_sampled(step, logits)
         with clock.stage("verification" if drafts else "sampling"):
-            if sampling.constrained:
-                settle()
-            samples, prompts, failed = self._sample(step, sampling, logits, clock)
+            samples, prompts, failed = self._sample(step, sampling, logits, clock, flying)
         return Launched(number, choice, step, samples, clock, graphed, prompts, failed)
 
     def own_row(self, seq: Sequence) -> None:
@@ -188,7 +194,12 @@ class Launcher:
         return Sampling(runs, rows, on_device, num_outputs, constrained, drafted)
 
     def _sample(
-        self, step: list[Scheduled], sampling: Sampling, logits: StepLogits, clock: StageClock
+        self,
+        step: list[Scheduled],
+        sampling: Sampling,
+        logits: StepLogits,
+        clock: StageClock,
+        flying: Flying | None,
     ) -> tuple[PendingSamples | None, dict[Scheduled, PendingPrompt], dict[str, Exception]]:
         rows, prompts = self._prompt_rows(step, logits)
         runs, table_rows = sampling.runs, sampling.on_device
@@ -205,10 +216,14 @@ class Launcher:
         )
         failed = dict[str, Exception]()
         if sampling.constrained:
+            if flying is not None:
+                flying.accept_tokens()
             with clock.host("masks"):
-                masks, failed = step_masks(
-                    runs, batch, self._sampler.vocab_size, sampling.drafted, self._mask_threads
-                )
+                begun = MasksBegun(runs, batch, self._sampler.vocab_size, self._mask_threads)
+            if flying is not None:
+                flying.land()
+            with clock.host("masks"):
+                masks, failed = begun.finish(sampling.drafted)
             batch = replace(batch, masks=masks)
         output = self._sampler.sample(rows, batch)
         self._built.unseen[table_rows, 0] = output.last_tokens

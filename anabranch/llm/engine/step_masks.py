@@ -22,53 +22,71 @@ class StepMasks(NamedTuple):
     failed: dict[str, Exception]
 
 
-def step_masks(
-    runs: Seq[Scheduled],
-    batch: SampleBatch,
-    vocab_size: int,
-    drafted: Download | None,
-    threads: MaskThreads,
-) -> StepMasks:
-    """Masks of the runs of a batch, once the host knows all tokens before their drafts.
+class MasksBegun:
+    """Masks of the runs of a batch, once their grammars have all tokens before their drafts.
 
-    `drafted` [num_seqs, max_drafts] brings drafts that were made on the device.
+    Threads make the first of each run; `finish` makes the others, and waits.
     """
-    places = [place for place, run in enumerate(runs) if run.seq.rules and not run.seq.finished]
-    if not places:
-        return StepMasks(None, {})
-    starts, sizes = _starts(batch), [1 + runs[place].num_drafts for place in places]
-    rows = [
-        starts[place] + row
-        for place, size in zip(places, sizes, strict=True)
-        for row in range(size)
-    ]
-    shape = len(rows), num_words(vocab_size)
-    on_host = torch.empty(shape, dtype=torch.int32, pin_memory=threads.pinned)
-    words = on_host.numpy()
-    words.fill(-1)  # not torch.full: its threads would wait for more, on cores that masks need
-    made = drafted.wait()["drafts"] if drafted is not None else None
-    firsts = [end - size for end, size in zip(accumulate(sizes), sizes, strict=True)]
-    rules = [rule for place in places if (rule := runs[place].seq.rules)]
-    states = [rule.state for rule in rules]
-    try:
-        made_at = [(state, row) for state, row in zip(states, firsts, strict=True) if state]
-        at_once = threads.fill(made_at, words)
-    except Exception:  # of whichever request: each is asked by itself then
-        at_once = False
-    errors = dict[str, Exception]()
-    for place, rule, state, first, size in zip(places, rules, states, firsts, sizes, strict=True):
-        run = runs[place]
-        drafts = run.seq.drafts if made is None else made[place].tolist()
+
+    def __init__(
+        self, runs: Seq[Scheduled], batch: SampleBatch, vocab_size: int, threads: MaskThreads
+    ) -> None:
+        self._places = [
+            place for place, run in enumerate(runs) if run.seq.rules and not run.seq.finished
+        ]
+        self._runs = [runs[place] for place in self._places]
+        self._rules = [rule for run in self._runs if (rule := run.seq.rules)]
+        self._sizes = [1 + run.num_drafts for run in self._runs]
+        starts = _starts(batch)
+        self._rows = [
+            starts[place] + row
+            for place, size in zip(self._places, self._sizes, strict=True)
+            for row in range(size)
+        ]
+        shape = len(self._rows), num_words(vocab_size)
+        self._on_host = torch.empty(shape, dtype=torch.int32, pin_memory=threads.pinned)
+        self._words = self._on_host.numpy()
+        self._words.fill(-1)  # torch's threads would wait for more, on cores that masks need
+        ends = accumulate(self._sizes)
+        self._firsts = [end - size for end, size in zip(ends, self._sizes, strict=True)]
+        states = [rule.state for rule in self._rules]
+        self._threaded = [state is not None for state in states]
+        self._under_way = threads.start(
+            [(state, row) for state, row in zip(states, self._firsts, strict=True) if state],
+            self._words,
+        )
+
+    def finish(self, drafted: Download | None) -> StepMasks:
+        """`drafted` [num_seqs, max_drafts] brings drafts that were made on the device."""
+        made = drafted.wait()["drafts"] if drafted is not None else None
+        at_once = self._wait()
+        errors = dict[str, Exception]()
+        for i, run in enumerate(self._runs):
+            if run.seq.finished:
+                continue  # by the token before
+            drafts = run.seq.drafts if made is None else made[self._places[i]].tolist()
+            first = self._firsts[i]
+            try:
+                self._rules[i].fill(
+                    self._words[first : first + self._sizes[i]],
+                    drafts[: run.num_drafts],
+                    run.draft_parents,
+                    first_made=at_once and self._threaded[i],
+                )
+            except Exception as error:  # of this request alone
+                errors[run.seq.request_id] = error
+        masks = TokenMasks(np.array(self._rows, np.int64), self._on_host) if self._rows else None
+        return StepMasks(masks, errors)
+
+    def _wait(self) -> bool:
+        """Whether the first masks are there."""
+        if self._under_way is None:
+            return False
         try:
-            rule.fill(
-                words[first : first + size],
-                drafts[: run.num_drafts],
-                run.draft_parents,
-                first_made=at_once and state is not None,
-            )
-        except Exception as error:  # of this request alone
-            errors[run.seq.request_id] = error
-    return StepMasks(TokenMasks(np.array(rows, np.int64), on_host), errors)
+            self._under_way.result()
+        except Exception:  # of whichever request: each is asked by itself then
+            return False
+        return True
 
 
 def _starts(batch: SampleBatch) -> Array:

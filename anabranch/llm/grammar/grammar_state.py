@@ -20,25 +20,22 @@ class GrammarState:
     def __init__(self, matcher: Any, lexer: int = 0) -> None:
         self._matcher = matcher
         self.lexer = lexer  # states with the same one wait for each other
+        self.over = bool(matcher.is_stopped())  # whether nothing can follow
 
     @property
     def matcher(self) -> Any:
         """The library's own object, for masks of many states at once."""
         return self._matcher
 
-    @property
-    def over(self) -> bool:
-        """Whether nothing can follow."""
-        return self._matcher.is_stopped()
-
     def accept(self, token: int) -> None:
         """Take a token that was sampled."""
         if not self._matcher.consume_token(token):
             raise GrammarError(f"the grammar cannot go on: {self._error()}")
+        self.over = self._matcher.is_stopped()
 
     def accepts(self, token: int) -> bool:
         """Take a token if it may follow; whether it was."""
-        if self._matcher.is_stopped() or not self._matcher.validate_tokens([token]):
+        if self.over or not self._matcher.validate_tokens([token]):
             return False
         self.accept(token)
         return True
@@ -47,6 +44,7 @@ class GrammarState:
         """Undo as many tokens."""
         if num_tokens and not self._matcher.rollback(num_tokens):
             raise GrammarError(f"the grammar cannot be rolled back: {self._error()}")
+        self.over = self._matcher.is_stopped()
 
     def num_valid(self, tokens: Sequence[int]) -> int:
         """How many of these tokens may follow, one after the other."""

@@ -37,6 +37,7 @@ class TokenRules:
     ) -> None:
         self._grammar, self._allowed, self._bad_words = grammar, allowed, bad_words
         self._output: list[int] = []
+        self._ahead: Exception | bool = False  # whether the grammar has the next token, or failed
         self._num_slow = 0
 
     @property
@@ -47,8 +48,24 @@ class TokenRules:
     def accept(self, token: int) -> None:
         """Take a token that was sampled."""
         self._output.append(token)
-        if self._grammar is not None:
+        ahead, self._ahead = self._ahead, False
+        if isinstance(ahead, Exception):
+            raise ahead
+        if self._grammar is not None and not ahead:
             self._grammar.accept(token)
+
+    def accept_ahead(self, token: int) -> None:
+        """Take a token into the grammar alone, so that what follows can be asked for.
+
+        `accept` comes later, with the same token, and raises what the grammar raised.
+        """
+        if self._grammar is None:
+            return
+        try:
+            self._grammar.accept(token)
+            self._ahead = True
+        except Exception as error:
+            self._ahead = error
 
     def num_valid(self, drafts: Sequence[int]) -> int:
         """How many drafts, one after the other, the grammar takes."""

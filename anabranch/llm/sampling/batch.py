@@ -259,14 +259,20 @@ class HostSamples:
     num_nan_rows: int = 0  # emitted tokens that had a NaN among their logits
 
 
-@dataclass(frozen=True, slots=True)
 class PendingSamples:
     """Samples on their way to the host."""
 
-    _download: Download
+    def __init__(self, copy: Download) -> None:
+        self._download = copy
+        self._samples: HostSamples | None = None
 
     def wait(self) -> HostSamples:
         """Waits for the copy alone, not for work that was launched after it."""
+        if self._samples is None:
+            self._samples = self._read()
+        return self._samples
+
+    def _read(self) -> HostSamples:
         arrays = self._download.wait()
         num_accepted: list[int] = arrays.pop("num_accepted").tolist()
         rows: list[list[int]] = arrays.pop("tokens").tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import groupby
+from threading import Event
 from typing import Any
 
 import numpy as np
@@ -12,12 +13,12 @@ pytest.importorskip("llguidance")
 
 from server_models import tiny_tokenizer
 
-from anabranch.llm.grammar import mask_threads
-from anabranch.llm.grammar.grammar_compiler import SEQUENCES_A_LEXER, GrammarCompiler
-from anabranch.llm.grammar.grammar_state import GrammarState, Words
+from anabranch.llm.grammar import grammar_compiler, mask_threads
+from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
+from anabranch.llm.grammar.grammar_state import GrammarError, GrammarState, Words
 from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
-from anabranch.llm.grammar.token_rules import num_words
+from anabranch.llm.grammar.token_rules import TokenRules, num_words
 
 FORMS = ({"json_object": True}, {"regex": "[a-z]{3,9}"}, {"choice": ("yes", "no", "never")})
 
@@ -28,6 +29,14 @@ def states_of(count: int) -> tuple[list[GrammarState], int]:
     compiler = GrammarCompiler(tokenizer, size, [tokenizer.eos_token_id])
     forms = [compiler.compile(StructuredOutputs(**form)) for form in FORMS]
     return [forms[place % len(forms)].begin() for place in range(count)], size
+
+
+def fill(threads: MaskThreads, states: list[tuple[GrammarState, int]], words: Words) -> bool:
+    """Whether threads wrote the masks."""
+    under_way = threads.start(states, words)
+    if under_way is not None:
+        under_way.result()
+    return under_way is not None
 
 
 def alone(states: list[GrammarState], size: int) -> Words:
@@ -43,7 +52,7 @@ def test_masks_of_many_are_those_of_each(num_threads: int) -> None:
     for _ in range(3):
         wanted = alone(states, size)
         words = np.full((9, num_words(size)), -1, np.int32)
-        assert threads.fill([(state, 1 + row) for row, state in enumerate(states)], words)
+        assert fill(threads, [(state, 1 + row) for row, state in enumerate(states)], words)
         np.testing.assert_array_equal(words[1:8], wanted)
         assert (words[[0, 8]] == -1).all()
         for state, row in zip(states, wanted, strict=True):
@@ -54,8 +63,8 @@ def test_masks_of_many_are_those_of_each(num_threads: int) -> None:
 def test_one_mask_or_one_thread_is_left_to_the_caller() -> None:
     states, size = states_of(2)
     words = np.full((2, num_words(size)), -1, np.int32)
-    assert not MaskThreads(4).fill([(states[0], 0)], words)
-    assert not MaskThreads(1).fill([(states[0], 0), (states[1], 1)], words)
+    assert not fill(MaskThreads(4), [(states[0], 0)], words)
+    assert not fill(MaskThreads(1), [(states[0], 0), (states[1], 1)], words)
     assert (words == -1).all()
 
 
@@ -68,9 +77,11 @@ def test_states_with_one_lexer_stand_side_by_side() -> None:
         def unsafe_compute_mask_ptr(self, matchers: Any, *_: object) -> None:
             seen.extend(row for _, row in matchers)
 
-    threads._executor = Executor()
     words = np.zeros((12, num_words(size)), np.int32)
-    assert threads.fill([(state, row) for row, state in enumerate(states)], words)
+    rows = [(state, row) for row, state in enumerate(states)]
+    assert fill(threads, rows, words)
+    threads._executor = Executor()
+    assert fill(threads, rows, words)
     assert sorted(seen) == list(range(12))
     lexers = [states[row].lexer for row in seen]
     assert len(list(groupby(lexers))) == len(set(lexers)) == 3
@@ -80,15 +91,15 @@ def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
     tokenizer = tiny_tokenizer()
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     compiler._max_lexers = 3
-    grammar = compiler.compile(StructuredOutputs(**FORMS[1]))
-    states = [grammar.begin() for _ in range(4 * SEQUENCES_A_LEXER)]
+    form = StructuredOutputs(**FORMS[1])
+    states = [compiler.compile(form).begin() for _ in range(7)]
     lexers = [state.lexer for state in states]
-    first, second, third, again = (lexers[i : i + SEQUENCES_A_LEXER] for i in range(0, 16, 4))
-    assert [len(set(each)) for each in (first, second, third)] == [1, 1, 1]
-    assert len({first[0], second[0], third[0]}) == 3
-    assert again == first
+    assert len(set(lexers[:3])) == 3
+    assert lexers[3:] == [*lexers[:3], lexers[0]]
+    del states[1]  # its lexer has the fewest users then
+    assert compiler.compile(form).begin().lexer == lexers[1]
     words = np.zeros((len(states), num_words(len(tokenizer))), np.int32)
-    assert MaskThreads(2).fill([(state, row) for row, state in enumerate(states)], words)
+    assert fill(MaskThreads(2), [(state, row) for row, state in enumerate(states)], words)
     np.testing.assert_array_equal(words, alone(states, len(tokenizer)))
 
 
@@ -98,6 +109,60 @@ def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.Monkey
     words = np.full((2, num_words(size)), -1, np.int32)
     rows = [(state, row) for row, state in enumerate(states)]
     monkeypatch.setattr(mask_threads, "SLOW_SECONDS", -1.0)
-    assert threads.fill(rows, words)
-    assert [threads.fill(rows, words) for _ in range(mask_threads.ALONE_STEPS)].count(True) == 0
-    assert threads.fill(rows, words)
+    assert fill(threads, rows, words)
+    assert not any(fill(threads, rows, words) for _ in range(mask_threads.ALONE_STEPS))
+    assert fill(threads, rows, words)
+
+
+def test_requests_that_wait_to_begin_have_lexers_of_their_own() -> None:
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    compiler._max_lexers = 3
+    form = StructuredOutputs(**FORMS[1])
+    grammars = [compiler.compile(form) for _ in range(4)]
+    lexers = [grammar.begin().lexer for grammar in grammars]  # each ends at once
+    assert len(set(lexers)) == 1
+    states = [grammar.begin() for grammar in grammars]
+    assert len({state.lexer for state in states}) == 3
+
+
+def test_long_grammars_have_one_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_REPEATED_BYTES", 10)
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    states = [compiler.compile(StructuredOutputs(**FORMS[2])).begin() for _ in range(3)]
+    assert len({state.lexer for state in states}) == 1
+
+
+def test_whoever_begins_masks_can_work_meanwhile() -> None:
+    """Masks are under way when `start` returns, and take no token until they are there."""
+    (states, size), threads = states_of(3), MaskThreads(2)
+    words = np.zeros((3, num_words(size)), np.int32)
+    rows = [(state, row) for row, state in enumerate(states)]
+    assert fill(threads, rows, words)
+    goes_on = Event()
+
+    class Executor:
+        def unsafe_compute_mask_ptr(self, *_: object) -> None:
+            assert goes_on.wait(60)
+
+    threads._executor = Executor()
+    under_way = threads.start(rows, words)
+    assert under_way is not None and not under_way.done()
+    assert not any(state.over for state in states)  # known without asking the library
+    goes_on.set()
+    under_way.result(60)
+
+
+def test_a_token_taken_ahead_is_taken_once() -> None:
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    grammar = compiler.compile(StructuredOutputs(regex="ab?c"))
+    a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "abc")
+    rules = TokenRules(grammar.begin(), None, None)
+    rules.accept_ahead(a)
+    rules.accept(a)
+    assert rules.num_valid([b, c]) == 2
+    rules.accept_ahead(a)  # which cannot follow
+    with pytest.raises(GrammarError, match="cannot go on"):
+        rules.accept(a)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from anabranch.llm.engine.step_masks import step_masks
+from anabranch.llm.engine.step_masks import MasksBegun, StepMasks
 from anabranch.llm.grammar.mask_threads import MaskThreads
 
 VOCAB = 40  # two words
+
+
+def step_masks(runs: list[Any], batch: Any, drafted: Any = None, threads: Any = None) -> StepMasks:
+    return MasksBegun(runs, batch, VOCAB, threads or MaskThreads(1)).finish(drafted)
 
 
 class Rules:
@@ -62,7 +67,7 @@ def test_rows_of_several_sequences(padded: bool, on_device: bool) -> None:
         if on_device:
             each.seq.drafts = []  # only the device knows them
     brought = cast("Any", SimpleNamespace(wait=lambda: {"drafts": drafted})) if on_device else None
-    masks, failed = step_masks(runs, batch_of(runs, padded), VOCAB, brought, MaskThreads(1))
+    masks, failed = step_masks(runs, batch_of(runs, padded), brought)
     assert masks is not None and not failed
     starts = [0, 3, 6, 9, 12] if padded else [0, 2, 5, 7, 8]
     expected = [(starts[1] + row, 100 + row) for row in range(3)]
@@ -78,14 +83,14 @@ def test_rows_of_several_sequences(padded: bool, on_device: bool) -> None:
 
 def test_a_grammar_that_fails_ends_its_request_alone() -> None:
     runs = [run("bad", 9, [1]), run("good", 1, [])]
-    masks, failed = step_masks(runs, batch_of(runs, padded=False), VOCAB, None, MaskThreads(1))
+    masks, failed = step_masks(runs, batch_of(runs, padded=False))
     assert masks is not None and list(failed) == ["bad"]
     assert masks.words[2, 0] == 100
 
 
 def test_nothing_is_made_where_nobody_has_rules() -> None:
     runs = [run("a", None, []), run("over", 1, [], finished=True)]
-    made = step_masks(runs, batch_of(runs, padded=False), VOCAB, None, MaskThreads(1))
+    made = step_masks(runs, batch_of(runs, padded=False))
     assert made == (None, {})
 
 
@@ -96,12 +101,15 @@ def test_masks_that_threads_make_are_kept(raises: bool) -> None:
     class Threads:
         pinned = False
 
-        def fill(self, states: Any, words: Any) -> bool:
+        def start(self, states: Any, words: Any) -> Future[None]:
+            under_way = Future[None]()
             for state, row in states:
                 words[row] = state
             if raises:
-                raise ValueError("a buffer of the wrong size")
-            return True
+                under_way.set_exception(ValueError("a buffer of the wrong size"))
+            else:
+                under_way.set_result(None)
+            return under_way
 
     class Grammar(Rules):
         made = False
@@ -116,7 +124,7 @@ def test_masks_that_threads_make_are_kept(raises: bool) -> None:
         each.seq.rules = Grammar(each.seq.rules.mark)
         each.seq.rules.state = state
     threads = cast("Any", Threads())
-    masks, failed = step_masks(runs, batch_of(runs, padded=False), VOCAB, None, threads)
+    masks, failed = step_masks(runs, batch_of(runs, padded=False), None, threads)
     assert masks is not None and not failed
     assert masks.words[:, 0].tolist() == ([100, 200, 300] if raises else [7, 200, 8])
     assert [each.seq.rules.made for each in runs] == [not raises, False, not raises]
