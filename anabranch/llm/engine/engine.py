@@ -166,7 +166,7 @@ class Engine:
     def _launch(
         self, step: list[Scheduled], choice: DraftChoice, changed: list[Request]
     ) -> Launched:
-        """Launch a step; if it has masks, what is in flight lands meanwhile and changes requests."""
+        """Launch a step; where it has masks, what is in flight lands meanwhile."""
         flying = None
         if self._flying:
             flying = Flying(self._accept_tokens, lambda: changed.extend(self._land()))

@@ -26,6 +26,17 @@ LIMITS: dict[str, Any] = {
 }
 
 
+# Tokens that llguidance decides about at once where a text takes all of them: blanks, and pieces of
+# strings up to some lengths. More lengths than its own (10, 30) make masks of bounded strings
+# cheaper, 97 to 79 us on average; tokens of a vocabulary of 128,000 take 0.25 s longer to read.
+IN_STRINGS = r'[^"\\\x00-\x1F\x7F]'
+LENGTHS = (2, 4, 6, 8, 10, 12, 16, 20, 30)
+SLICES = [
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{IN_STRINGS}{{1,{length}}}" for length in LENGTHS),
+    f"{IN_STRINGS}+",
+]
+
 # Copies of a matcher share its lexer, which one thread at a time can use. Another matcher has its
 # own, and learns the states of the text anew, which costs less than waiting: 64 sequences of an
 # array of records, 12 threads, milliseconds a step and its 99th percentile: with 16 lexers 1.8 and
@@ -145,7 +156,7 @@ class GrammarCompiler:
         if not self._eos_ids:
             raise ValueError("structured_outputs: this model has no token that ends a text")
         return from_tokenizer(
-            self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_ids)
+            self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_ids), slices=SLICES
         )
 
     def _keep(self, wanted: StructuredOutputs, made: CompiledGrammar) -> None:
