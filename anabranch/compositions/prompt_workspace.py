@@ -9,7 +9,6 @@ import torch
 
 from anabranch.compositions.up_projection import UpProjection
 from anabranch.device import capability, num_sms
-from anabranch.kernels.hopper_config import HEAD_DIMS
 from anabranch.producers import ENVIRONMENT_VARIABLE
 
 MIB = 1 << 20
@@ -122,6 +121,8 @@ def _keeps_blocks(up: UpProjection, width: int, fused_merge: bool | None) -> boo
     weight, head_dim_k = up.weight, up.head_dim_nope + width - up.rank
     if weight.device.type != "cuda" or capability(weight.device)[0] != 9:
         return False
+    from anabranch.kernels.hopper_config import HEAD_DIMS  # Triton comes with it
+
     named = os.environ.get(ENVIRONMENT_VARIABLE) in (None, "", "gluon")
     dims = (head_dim_k, up.head_dim_v) in HEAD_DIMS
     return named and dims and weight.element_size() == 2 and fused_merge is not False

@@ -1,10 +1,9 @@
-"""GGUF files as transformers directories, converted once into the user's cache."""
+"""GGUF files as transformers directories."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,7 +24,6 @@ from transformers import (
 from anabranch.kernels.cpu.linear import F32, WeightPart, pack
 from anabranch.kernels.cpu.tiles import TILES, pack_tiles
 from anabranch.llm.models.checkpoint import save_weights
-from anabranch.llm.models.fetched_models import CONVERSION, Progress, make_once
 from anabranch.llm.models.gguf_deepseek import ARCHITECTURE, deepseek_config, deepseek_weights
 from anabranch.llm.models.gguf_llama import (
     halves_from_pairs,
@@ -35,33 +33,14 @@ from anabranch.llm.models.gguf_llama import (
 )
 from anabranch.llm.models.gguf_metadata import GGUFModel, open_gguf, special_ids, tensor_values
 from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer, has_known_words
-from anabranch.llm.models.packed_model import PLAIN, KeptWeight, write_packed
+from anabranch.llm.models.packed_file import PLAIN, KeptWeight, write_packed
 
 HEADS = ("attention.head_count", "attention.head_count_kv")
 Key = tuple[tuple[int, ...], bytes]
 
 
-def gguf_directory(path: Path, *, packed: bool = False, progress: Progress | None = None) -> Path:
-    """The transformers directory made from a GGUF file, from the cache where it was made before.
-
-    Its weights are safetensors of floats; or `packed` for a CPU, in the formats of the file.
-    """
-    stat = path.stat()
-    identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERSION}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-
-    def convert(directory: Path) -> None:
-        convert_gguf(path, directory, packed=packed, progress=progress)
-
-    return make_once(f"{path.stem}-{key}{'-packed' if packed else ''}", convert)
-
-
-def convert_gguf(
-    path: Path, directory: Path, *, packed: bool = False, progress: Progress | None = None
-) -> None:
+def convert_gguf(path: Path, directory: Path, *, packed: bool = False) -> None:
     """Write configuration, weights, tokenizer and chat template of a GGUF file to `directory`."""
-    if progress:
-        progress(f"{'packing' if packed else 'converting'} {path.name}")
     model = open_gguf(path)
     if is_plain_llama(model):
         llama_config(model).save_pretrained(directory)

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from anabranch.kernels.cpu.native import native
 from anabranch.llm.models.cpu_layers import CpuRMSNorm, use_cpu_norms
-from anabranch.llm.models.decoder import CpuDecoderLayer, fuse_decoder_layers
+from anabranch.llm.models.fused_layers import FusedLayer, fuse_decoder_layers
 from anabranch.llm.models.fused_projections import gate_joined, join_projections
 from anabranch.llm.models.row_linear import use_row_linear
 
@@ -58,7 +58,7 @@ def test_values(model_type: str, changes: dict[str, Any], norms: int, layers: in
     expected = model(tokens, use_cache=False).logits
     assert prepare(model) == (norms, layers)
     assert sum(isinstance(x, CpuRMSNorm) for x in model.modules()) == norms
-    assert sum(isinstance(x, CpuDecoderLayer) for x in model.modules()) == layers
+    assert sum(isinstance(x, FusedLayer) for x in model.modules()) == layers
     actual = model(tokens, use_cache=False).logits
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
@@ -67,7 +67,7 @@ def test_values(model_type: str, changes: dict[str, Any], norms: int, layers: in
 def test_a_layer_keeps_the_window_of_its_attention() -> None:
     model = model_of("mistral", sliding_window=3)
     prepare(model)
-    layer = next(x for x in model.modules() if isinstance(x, CpuDecoderLayer))
+    layer = next(x for x in model.modules() if isinstance(x, FusedLayer))
     assert layer.arguments["sliding_window"] == 3
 
 
