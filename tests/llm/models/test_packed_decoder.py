@@ -216,6 +216,16 @@ HEAVY = {"transformers", "huggingface_hub", "gguf", "triton", "sympy", "torch._d
 HEAVY |= {"torch._inductor", "torch.distributed.tensor", "safetensors", "typer", "fastapi"}
 
 
+def test_a_server_needs_no_more() -> None:
+    """Beyond what a generation imports."""
+    for needed in ("uvicorn", "prometheus_client"):
+        pytest.importorskip(needed)
+    modules = "anabranch.llm.cli.serve, anabranch.llm.server.app, anabranch.llm.server.engine_child"
+    script = f"import sys, {modules}; print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert not (HEAVY - {"typer", "fastapi"}) & set(run.stdout.split())
+
+
 def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     """From the second run on, when the file is packed."""
     path = str(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), formats={"weight": "Q4_0"}))
