@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 from chat_families import CHAT_FAMILIES, chat_tokenizer  # noqa: E402
 from jinja2 import TemplateError  # noqa: E402
 from tokenizer_families import FAMILIES, tokenizer_of  # noqa: E402
+from tokenizers.processors import TemplateProcessing  # noqa: E402
 
 from anabranch.llm.engine.text_stream import token_decoder  # noqa: E402
 from anabranch.llm.grammar.grammar_compiler import GrammarCompiler  # noqa: E402
@@ -68,7 +69,12 @@ def plain(tokenizer: Any, template: str | None = None, **named: str) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_tokens_and_texts(family: str, tmp_path: Path) -> None:
     named = {"bos_token": "<user>", "pad_token": "<end>", "unk_token": "<new>"}
-    ours, theirs = pair(plain(tokenizer_of(family), **named), tmp_path)
+    given = tokenizer_of(family)
+    given.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<user> $A", special_tokens=[("<user>", given.convert_tokens_to_ids("<user>"))]
+    )
+    ours, theirs = pair(plain(given, **named), tmp_path)
+    assert len(ours.encode("the")) == 1 + len(ours.encode("the", add_special_tokens=False))
     for text in TEXTS:
         for special in (False, True):
             ids = theirs.encode(text, add_special_tokens=special)
