@@ -16,6 +16,7 @@ from anabranch.kernels.cpu.decoder import (
     layer_inputs,
     layer_outputs,
 )
+from anabranch.llm.models.cpu_layers import CpuRMSNorm
 
 Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, num_tokens * head_dim numbers
 
@@ -58,6 +59,12 @@ class DecoderLayer(nn.Module):
         return layer_outputs(x, attended, after)
 
 
+def join_head_norms(norms: Sequence[CpuRMSNorm], counts: tuple[int, int]) -> torch.Tensor:
+    """Norms of the heads of q and of those of k, [heads, head_dim]."""
+    weights = zip(norms, counts, strict=True)
+    return torch.cat([norm.weight.detach().repeat(count, 1) for norm, count in weights])
+
+
 class DecoderRun:
     """Layers that follow each other, each reading what the one before it wrote."""
 
@@ -77,7 +84,7 @@ class DecoderRun:
 
 def can_run(layers: Sequence[DecoderLayer]) -> bool:
     """Whether one call can run all of these: layers of the same sizes, without a softcap."""
-    sizes = {(x.num_heads, x.weights[0][4:], x.weights[1].inner) for x in layers}
+    sizes = {(x.num_heads, x.weights[0][5:], x.weights[1].inner) for x in layers}
     return len(layers) > 1 and len(sizes) == 1 and all("softcap" not in x.arguments for x in layers)
 
 

@@ -1,4 +1,4 @@
-"""What a decoder is that the kernels of a CPU run whole: Llama, Qwen2 and what has their layers."""
+"""What a decoder is that the kernels of a CPU run whole: Llama, Qwen2, Qwen3."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 
 import torch
 
-BIASED: dict[str, tuple[str, ...]] = {"llama": (), "qwen2": ("q_proj", "k_proj", "v_proj")}
+BIASED: dict[str, tuple[str, ...]] = {  # projections of each type
+    "llama": (),
+    "qwen2": ("q_proj", "k_proj", "v_proj"),
+    "qwen3": (),
+}
 # What config.json may say beside the fields below, if it says this; more is for transformers.
 EXPECTED: dict[str, Any] = {
     "hidden_act": "silu",
@@ -44,6 +48,11 @@ class DecoderConfig:
         """Itself: there is no other part than the language model."""
         return self
 
+    @property
+    def norms_heads(self) -> bool:
+        """Whether heads of queries and keys are normalised."""
+        return self.model_type == "qwen3"
+
     def weight_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every weight by its name in transformers."""
         hidden, inner = self.hidden_size, self.intermediate_size
@@ -59,6 +68,8 @@ class DecoderConfig:
         }
         layer |= {f"self_attn.{name}.weight": (n, hidden) for name, n in outputs.items()}
         layer |= {f"self_attn.{name}.bias": (outputs[name],) for name in BIASED[self.model_type]}
+        if self.norms_heads:
+            layer |= {f"self_attn.{each}_norm.weight": (self.head_dim,) for each in "qk"}
         shapes: dict[str, tuple[int, ...]] = {
             f"model.layers.{index}.{name}": shape
             for index in range(self.num_hidden_layers)

@@ -13,7 +13,13 @@ from transformers import AttentionInterface
 from anabranch.kernels.cpu.decoder import AttentionWeights, OutputWeights
 from anabranch.llm.models.attention_functions import attention_function
 from anabranch.llm.models.cpu_layers import CpuRMSNorm, PackedLinear, agrees, exact_products
-from anabranch.llm.models.decoder import DecoderLayer, DecoderRun, Rotary, can_run
+from anabranch.llm.models.decoder import (
+    DecoderLayer,
+    DecoderRun,
+    Rotary,
+    can_run,
+    join_head_norms,
+)
 from anabranch.llm.models.fused_projections import GatedMLP, JoinedLinears
 
 RECORDER = "anabranch_recorder"
@@ -128,6 +134,7 @@ def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeigh
         norms[0].epsilon,
         qkv.packed.table,
         qkv.bias,
+        _head_norms(attention, q_size // dim, k_size // dim, norms[0].epsilon),
         qkv.out_features,
         (q_size + k_size) // dim,
         dim,
@@ -143,6 +150,19 @@ def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeigh
         inner,
     )
     return (q_size // dim, k_size // dim), before, after
+
+
+def _head_norms(
+    attention: Any, num_heads: int, num_kv_heads: int, epsilon: float
+) -> torch.Tensor | None:
+    """The norms of every head of q and k, [heads, head_dim], where there are any."""
+    found = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    norms = [norm for norm in found if isinstance(norm, CpuRMSNorm)]
+    if len(norms) < 2:
+        return None
+    if {(norm.epsilon, len(norm.weight)) for norm in norms} != {(epsilon, attention.head_dim)}:
+        raise TypeError("norms are not those of heads")
+    return join_head_norms(norms, (num_heads, num_kv_heads))
 
 
 @torch.inference_mode()

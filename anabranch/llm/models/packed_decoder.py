@@ -14,7 +14,13 @@ from anabranch.kernels.cpu.decoder import AttentionWeights, OutputWeights
 from anabranch.kernels.cpu.linear import packed_linear
 from anabranch.llm.models.attention_functions import attention_function
 from anabranch.llm.models.cpu_layers import CpuRMSNorm, PackedWeight
-from anabranch.llm.models.decoder import DecoderLayer, DecoderRun, Rotary, can_run
+from anabranch.llm.models.decoder import (
+    DecoderLayer,
+    DecoderRun,
+    Rotary,
+    can_run,
+    join_head_norms,
+)
 from anabranch.llm.models.decoder_config import DecoderConfig, read_decoder_config
 from anabranch.llm.models.packed_file import PLAIN, KeptWeight, read_packed
 
@@ -84,7 +90,13 @@ class PackedDecoderLayer(DecoderLayer):
         o, down = (weights.packed(f"{name}.{x}") for x in ("self_attn.o_proj", "mlp.down_proj"))
         gate_up = weights.packed(f"{name}.mlp.gate_proj", f"{name}.mlp.up_proj")
         heads, dim = (config.num_attention_heads, config.num_key_value_heads), config.head_dim
-        before = AttentionWeights(norms[0].weight, epsilon, qkv.table, bias, qkv.n, sum(heads), dim)
+        head_norms = None
+        if config.norms_heads:
+            names = [f"{name}.self_attn.{each}_norm" for each in "qk"]
+            head_norms = join_head_norms([weights.norm(x, epsilon) for x in names], heads)
+        before = AttentionWeights(
+            norms[0].weight, epsilon, qkv.table, bias, head_norms, qkv.n, sum(heads), dim
+        )
         after = OutputWeights(
             o.table, None, norms[1].weight, epsilon, gate_up.table, down.table, down.k
         )

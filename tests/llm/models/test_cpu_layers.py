@@ -46,7 +46,8 @@ def prepare(model: nn.Module) -> tuple[int, int]:
         ("llama", {"attention_bias": True, "tie_word_embeddings": True}, 5, 2),
         ("qwen2", {}, 5, 2),
         ("mistral", {"sliding_window": 3}, 5, 2),
-        ("qwen3", {}, 9, 0),  # norms of q and k
+        ("qwen3", {}, 9, 2),  # norms of heads of q and k
+        ("olmo2", {}, 9, 0),  # norms of all heads together
         ("granite", {"residual_multiplier": 0.5}, 5, 0),
         ("gemma2", {"query_pre_attn_scalar": 16}, 0, 0),  # norms by 1 + weight, four a layer
         ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2}, 0, 0),

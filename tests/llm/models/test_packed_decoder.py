@@ -49,6 +49,7 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("llama", {"rope_parameters": LINEAR}),
     "llama3": ("llama", {"rope_parameters": LLAMA3}),
     "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
 }
 THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "yarn": ("llama", {"rope_parameters": YARN}),
@@ -56,7 +57,6 @@ THEIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "biases in the feed-forward block": ("llama", {"mlp_bias": True}),
     "another activation": ("llama", {"hidden_act": "gelu"}),
     "windows": ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
-    "norms of heads": ("qwen3", {}),
     "layers in between": ("granite", {"residual_multiplier": 0.5}),
 }
 
