@@ -107,9 +107,15 @@ def make_prompt_layout(
     """Cut prompts over such keys so that what is allocated stays within the budget."""
     lens = PromptLens(tuple(q_lens), tuple(context_lens), window)
     space = choose_workspace(keys, lens, max_workspace_mib, fused_merge)
+    return cut_prompts(lens, space, keys.device, fused_merge)
+
+
+def cut_prompts(
+    lens: PromptLens, space: Workspace, device: torch.device, fused_merge: bool | None = None
+) -> PromptLayout:
+    """Cut prompts into what is handled at once."""
     cutter = PieceCutter(lens, space)
     pieces = list(cutter.pieces())
-    device = keys.device
     index = torch.tensor(cutter.index, dtype=torch.int32, pin_memory=device.type == "cuda")
     on_device = index.to(device, non_blocking=True)
     return PromptLayout(lens, space.num_heads, pieces, on_device, fused_merge, space.cuts_blocks)

@@ -107,7 +107,20 @@ def choose_workspace(
     max_workspace_mib: float,
     fused_merge: bool | None = None,  # as in make_plan
 ) -> Workspace:
-    """The heads and keys with the fewest launches that a budget allows."""
+    """The heads and keys with the fewest launches that a budget allows, or an error."""
+    found = find_workspace(keys, lens, max_workspace_mib, fused_merge)
+    if found is None:
+        raise _too_small(keys, lens, max_workspace_mib)
+    return found
+
+
+def find_workspace(
+    keys: ExpandedKeys,
+    lens: PromptLens,
+    max_workspace_mib: float,
+    fused_merge: bool | None = None,
+) -> Workspace | None:
+    """The same, or None where the budget is too small."""
     may_cut = fused_merge is False or not keys.runs_on_hopper
     found: list[tuple[float, Workspace]] = []
     for heads in range(keys.num_heads, 0, -1):
@@ -116,9 +129,7 @@ def choose_workspace(
         space = _fit(keys, heads, lens, max_workspace_mib, may_cut)
         if space is not None:
             found.append((_price(space, lens, keys.num_heads // heads), space))
-    if not found:
-        raise _too_small(keys, lens, max_workspace_mib)
-    return min(found, key=lambda choice: choice[0])[1]
+    return min(found, key=lambda choice: choice[0])[1] if found else None
 
 
 def check_workspace(keys: ExpandedKeys, max_workspace_mib: float) -> None:

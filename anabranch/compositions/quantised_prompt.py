@@ -9,8 +9,13 @@ from typing import Any
 import torch
 
 from anabranch.compositions.expanded_prompt import HeadGroup, attend_expanded, check_lens
-from anabranch.compositions.prompt_pieces import PromptLayout, PromptPiece, make_prompt_layout
-from anabranch.compositions.prompt_workspace import ExpandedKeys, PromptLens
+from anabranch.compositions.prompt_pieces import (
+    PromptLayout,
+    PromptPiece,
+    cut_prompts,
+    make_prompt_layout,
+)
+from anabranch.compositions.prompt_workspace import ExpandedKeys, PromptLens, find_workspace
 from anabranch.compositions.sections import LayerRules
 from anabranch.implementations import load_implementation
 from anabranch.keys import PagedKV
@@ -73,8 +78,8 @@ def attend_quantised_prompt(
         )
     else:
         layout.check(PromptLens(tuple(q_lens), tuple(context_lens), window), expander.expanded)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
-    return attend_expanded(q, expander, layout, LayerRules(scale, window, softcap, sinks))
+    rules = LayerRules(q.shape[2] ** -0.5 if scale is None else scale, window, softcap, sinks)
+    return attend_expanded(q, expander, layout, rules)
 
 
 def _check(q: torch.Tensor, keys: PagedKV) -> None:
@@ -111,6 +116,15 @@ class PageExpander:
             return False
         num_keys = sum(lens.key_lens())
         return bool(num_keys) and self.expanded.group * lens.num_pairs() >= MIN_ROWS * num_keys
+
+    def preferred_layout(
+        self, lens: PromptLens, max_workspace_mib: float, fused_merge: bool | None = None
+    ) -> PromptLayout | None:
+        """How to decode keys, where that takes less time and the budget is not too small."""
+        if not self.prefers_expanded(lens):
+            return None
+        space = find_workspace(self.expanded, lens, max_workspace_mib, fused_merge)
+        return space and cut_prompts(lens, space, self.keys.device, fused_merge)
 
     def groups(self, piece: PromptPiece, layout: PromptLayout) -> Iterator[HeadGroup]:
         """A launch for each group of heads."""
