@@ -48,10 +48,11 @@ class ExpandedKeys(NamedTuple):
 
     def allocate(self, num_keys: int, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the keys and values [num_keys, num_heads, dim] of so many heads."""
-        dims = self.head_dim_k, self.head_dim_v
-        both = torch.empty(num_keys * num_heads * sum(dims), dtype=self.dtype, device=self.device)
-        k, v = both.split([num_keys * num_heads * dim for dim in dims])
-        return k.view(num_keys, num_heads, dims[0]), v.view(num_keys, num_heads, dims[1])
+        dim_k, dim_v = self.head_dim_k, self.head_dim_v
+        rows = num_keys * num_heads
+        both = torch.empty(rows * (dim_k + dim_v), dtype=self.dtype, device=self.device)
+        k = both[: rows * dim_k].view(num_keys, num_heads, dim_k)
+        return k, both[rows * dim_k :].view(num_keys, num_heads, dim_v)
 
     @property
     def runs_on_hopper(self) -> bool:
