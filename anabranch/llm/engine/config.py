@@ -104,7 +104,7 @@ class EngineConfig:
     compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
     join_projections: bool = True  # one product for q, k, v, and one for gate and up
     fused_merge: bool = True  # parts of attention may be merged in the launch that makes them
-    max_workspace_mib: float = 256  # for keys that a latent cache is expanded into, at a time
+    max_workspace_mib: float = 256  # for keys that prompts expand at a time: latent, quantised
     seed: int | None = None  # of requests that give none
     generation_config: str = "auto"  # "none": no sampling defaults from the model's file
     tensor_parallel: int = 1  # processes, one a GPU, over which the weights are cut

@@ -68,12 +68,14 @@ class ModelRunner:
         dealt: DealtPages | None = None,
         choice: StepChoice | None = None,
         trees: bool = False,
+        max_workspace_mib: float | None = None,  # for decoded keys of prompts
     ) -> None:
         self.model = model
         self.choice = choice or StepChoice()
         self.rows = CacheRows(caches)
         self._trees = trees  # graphs of several tokens a sequence take a tree mask
         self._fused_merge = fused_merge
+        self._max_workspace_mib = max_workspace_mib
         self.scorer = scorer
         self.page_size = caches[0].k.shape[1] * (dealt.ranks.num_ranks if dealt else 1)
         self.share: Callable[[StepWork], None] | None = None  # with the other ranks, before it runs
@@ -87,6 +89,7 @@ class ModelRunner:
         self._slot = bind_layers(self._layers, caches)
         # Latent rows are best expanded for a prompt, which needs its lengths unless all are new.
         self._fresh_prompts = any(shape.is_latent for shape in layers.values())
+        self._expands = any(shape.expands_prompts(unseen.device) for shape in layers.values())
 
     @torch.inference_mode()
     def run(self, step: Sequence[Scheduled]) -> StepLogits:
@@ -171,6 +174,7 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits of these rows, or, for 0, of every token; all on the device."""
         step.fused_merge = None if self._fused_merge else False
+        step.max_workspace_mib = self._max_workspace_mib
         self.choice.equip(step)
         with running(self._slot, step):
             outputs = self.model(
@@ -264,16 +268,18 @@ class ModelRunner:
                 tree = inputs.tree(key.num_tokens, key.batch)
                 step = self._even_step(inputs, key.num_tokens, key.batch, tree=tree)
                 self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1), tree)
-            if self._fresh_prompts and key.batch == 1 and key.q_len > SHORT:
-                self._warm_up_prompts(inputs, key.q_len)
+            several = key.batch > 1 and self._fresh_prompts
+            if self._expands and key.q_len > SHORT and not several:
+                self._warm_up_prompts(inputs, key)
 
-    def _warm_up_prompts(self, inputs: StepInputs, q_len: int) -> None:
-        """Prompts over latent rows whose lengths are known: heads are expanded in groups."""
+    def _warm_up_prompts(self, inputs: StepInputs, key: GraphKey) -> None:
+        """Prompts whose lengths are known: keys are expanded, of latent rows by groups of heads."""
         for context in (0, WARM_CONTEXT):
-            step = self._even_step(inputs, q_len, 1, is_fresh=not context)
+            step = self._even_step(inputs, key.num_tokens, key.batch, is_fresh=not context)
             room = step.entries[0].page_table.shape[1] * self.page_size
-            step.host_lens = HostLens((q_len,), (max(min(context, room - q_len), 0),))
-            self._forward(inputs, step, q_len, inputs.logit_rows(1))
+            contexts = (max(min(context, room - key.q_len), 0),) * key.batch
+            step.host_lens = HostLens((key.q_len,) * key.batch, contexts)
+            self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
 
     def _captured(self, num_tokens: int, num_seqs: int, key: GraphKey) -> torch.Tensor:
         inputs = self._inputs[0]

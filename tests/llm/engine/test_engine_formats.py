@@ -23,6 +23,7 @@ from tiny_models import (
 )
 from transformers import AttentionInterface
 
+from anabranch.compositions.quantised_prompt import PageExpander
 from anabranch.keys.formats import FORMATS, decode, encode
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.llm import LLM
@@ -133,6 +134,30 @@ def test_tokens_are_the_same_however_they_run(options: dict[str, Any], like_gpu:
     stats = llm.stats
     assert ("kv_cache_gib" in options) == (stats.num_preemptions > 0)
     assert ("speculative" in options) == (stats.speculative.num_accepted_tokens > 0)
+
+
+@pytest.mark.parametrize("options", [{}, ENGINES["chunked"], ENGINES["n-gram"]], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_keys_that_are_decoded_first_give_the_same_tokens(
+    pair: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As prompts on a Hopper GPU read them; a budget that is too small changes nothing."""
+    pieces: list[int] = []
+    groups = PageExpander.groups
+
+    def counted(expander: PageExpander, *given: Any) -> Any:
+        pieces.append(given[0].num_keys)
+        return groups(expander, *given)
+
+    monkeypatch.setattr(PageExpander, "prefers_expanded", lambda *_: True)
+    monkeypatch.setattr(PageExpander, "groups", counted)
+    for budget in (256, 0.001):
+        pieces.clear()
+        llm = LLM(
+            source(**SHAPE), device="cpu", kv_cache_dtype=pair, max_workspace_mib=budget, **options
+        )
+        assert outputs(llm, PROMPTS) == expected(pair)
+        assert bool(pieces) == (budget == 256)
 
 
 @pytest.fixture(scope="module")
