@@ -276,9 +276,8 @@ def _bind(
         scorer,
         fused_merge=fused_merge,
         dealt=dealt,
-        choice=StepChoice(sparse=chooser),
+        choice=StepChoice(sparse=chooser, max_workspace_mib=max_workspace_mib),
         trees=trees,
-        max_workspace_mib=max_workspace_mib,
     )
 
 

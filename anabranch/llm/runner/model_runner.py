@@ -58,9 +58,7 @@ class ModelRunner:
         model: Any,
         layers: Layers,
         caches: Sequence[LayerCache],
-        inputs: Sequence[
-            StepInputs
-        ],  # from small to large; graphs read the first, prompts the last
+        inputs: Sequence[StepInputs],  # small to large: graphs read the first, prompts the last
         unseen: torch.Tensor,  # int64 [max_num_seqs, width]: tokens the host has not seen
         scorer: Scorer,
         *,
@@ -68,14 +66,12 @@ class ModelRunner:
         dealt: DealtPages | None = None,
         choice: StepChoice | None = None,
         trees: bool = False,
-        max_workspace_mib: float | None = None,  # for decoded keys of prompts
     ) -> None:
         self.model = model
         self.choice = choice or StepChoice()
         self.rows = CacheRows(caches)
         self._trees = trees  # graphs of several tokens a sequence take a tree mask
         self._fused_merge = fused_merge
-        self._max_workspace_mib = max_workspace_mib
         self.scorer = scorer
         self.page_size = caches[0].k.shape[1] * (dealt.ranks.num_ranks if dealt else 1)
         self.share: Callable[[StepWork], None] | None = None  # with the other ranks, before it runs
@@ -174,7 +170,6 @@ class ModelRunner:
     ) -> torch.Tensor:
         """Logits of these rows, or, for 0, of every token; all on the device."""
         step.fused_merge = None if self._fused_merge else False
-        step.max_workspace_mib = self._max_workspace_mib
         self.choice.equip(step)
         with running(self._slot, step):
             outputs = self.model(
@@ -268,8 +263,7 @@ class ModelRunner:
                 tree = inputs.tree(key.num_tokens, key.batch)
                 step = self._even_step(inputs, key.num_tokens, key.batch, tree=tree)
                 self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1), tree)
-            several = key.batch > 1 and self._fresh_prompts
-            if self._expands and key.q_len > SHORT and not several:
+            if self._expands and key.q_len > SHORT and (key.batch == 1 or not self._fresh_prompts):
                 self._warm_up_prompts(inputs, key)
 
     def _warm_up_prompts(self, inputs: StepInputs, key: GraphKey) -> None:
@@ -277,8 +271,8 @@ class ModelRunner:
         for context in (0, WARM_CONTEXT):
             step = self._even_step(inputs, key.num_tokens, key.batch, is_fresh=not context)
             room = step.entries[0].page_table.shape[1] * self.page_size
-            contexts = (max(min(context, room - key.q_len), 0),) * key.batch
-            step.host_lens = HostLens((key.q_len,) * key.batch, contexts)
+            lens = key.q_len, max(min(context, room - key.q_len), 0)
+            step.host_lens = HostLens(*((each,) * key.batch for each in lens))
             self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
 
     def _captured(self, num_tokens: int, num_seqs: int, key: GraphKey) -> torch.Tensor:
