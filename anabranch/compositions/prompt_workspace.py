@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from anabranch.device import capability, num_sms
-from anabranch.kernels.hopper_config import HEAD_DIMS
+from anabranch.kernels.hopper_config import BLOCK_ROWS, HEAD_DIMS, PARTS_A_PROGRAM
 from anabranch.producers import ENVIRONMENT_VARIABLE
 
 MIB = 1 << 20
@@ -18,7 +18,6 @@ UNBOUNDED = 1 << 40  # tokens: more than any budget holds
 STATE_SHARE = 4  # at most a quarter of the budget is for the state of a piece
 INDEX_SHARE = 256  # of the budget, for where the sequences of every piece begin
 SEQ_BYTES = 64  # the same for each sequence
-BLOCK_ROWS = 128  # query rows that one program of attend() handles
 # In calls of attend(), as the host counts: rows of a piece are gathered and its work is divided.
 PIECE_PRICE, MERGE_PRICE = 1.0, 0.25
 PARTS_PRICE = 1.25  # of a call that cuts blocks, whose parts are written in float32 and merged
@@ -164,24 +163,26 @@ def _fit(
 def _fixed_bytes(keys: ExpandedKeys, heads: int, *, with_parts: bool) -> int:
     """What does not depend on the keys: rows around a piece, and what attend() takes itself.
 
-    On a GPU, the blocks that attend() cuts leave two parts for each processor, in float32.
+    On a GPU, the blocks that attend() cuts leave parts for each processor, in float32.
     """
     fixed = keys.spare_rows * keys.row_bytes
     if keys.device.type != "cuda":
         return fixed
-    parts = 2 * max(num_sms(keys.device), heads) * BLOCK_ROWS * (keys.head_dim_v + 2) * 4
+    slots = max(PARTS_A_PROGRAM * num_sms(keys.device), 2 * heads * keys.group)
+    parts = slots * BLOCK_ROWS * (keys.head_dim_v + 2) * 4
     return fixed + ALLOCATOR_BYTES + (parts if with_parts else 0)
 
 
 def _may_cut_blocks(space: Workspace, lens: PromptLens, keys: ExpandedKeys) -> bool:
-    """Whether the Hopper kernel may cut blocks: not those of one sequence that fill the GPU."""
+    """Whether the Hopper kernel may cut blocks: not those of one sequence that fill the GPU.
+
+    Tokens after a piece see all of it: without an order of keys, blocks may always be cut.
+    """
     if len(lens.q_lens) != 1:
         return True
     q_len, k_len = lens.q_lens[0], max(lens.key_lens(), default=0)
     if k_len > space.num_keys:
-        last = -(-k_len // -(-k_len // space.num_keys)) if space.num_keys > 0 else 0
-        if last < q_len or space.num_queries < q_len:  # some calls have fewer tokens
-            return True
+        return True
     blocks = space.num_heads * -(-q_len * keys.group // BLOCK_ROWS)
     return blocks < 1.5 * num_sms(keys.device)
 

@@ -31,6 +31,7 @@ class HopperTiles:
 
 
 BLOCK_ROWS = 128  # of a block: two consumers of 64
+PARTS_A_PROGRAM = 4  # of BLOCK_ROWS rows, that wait for their merge at most
 MAX_PACK = 64  # heads of a block: the rows of one consumer are whole tokens
 FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
 FEW_KEYS = 256  # that the rows of a block see: two wide tiles
