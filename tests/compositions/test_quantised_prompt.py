@@ -250,8 +250,8 @@ RULE = {  # new tokens, keys before them, a window, and whether keys are decoded
     "a prompt": (8192, 0, None, True),
     "a chunk": (2048, 8192, None, True),
     "few tokens after a long context": (64, 8192, None, False),
-    "a short prompt": (256, 0, None, False),
-    "a short window": (8192, 0, 128, False),
+    "a short prompt": (128, 0, None, False),
+    "a short window": (8192, 0, 64, False),
     "a long window": (8192, 0, 4096, True),
     "no tokens": (0, 100, None, False),
 }
