@@ -220,8 +220,12 @@ class Launcher:
                 flying.accept_tokens()
             with clock.host("masks"):
                 begun = MasksBegun(runs, batch, self._sampler.vocab_size, self._mask_threads)
-            if flying is not None:
-                flying.land()
+            try:
+                if flying is not None:
+                    flying.land()
+            except BaseException:
+                begun.wait()  # else threads would use grammars that others ask
+                raise
             with clock.host("masks"):
                 masks, failed = begun.finish(sampling.drafted)
             batch = replace(batch, masks=masks)
