@@ -80,7 +80,7 @@ class GrammarCompiler:
     def _lexers_of(self, wanted: StructuredOutputs) -> Lexers:
         try:
             source = grammar_source(wanted)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs.{wanted.kind}: {error}") from None
         self._library_tokens()  # made before a lexer is timed
 

@@ -6,11 +6,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from anabranch.llm.grammar.schema_limits import (
-    check_multiples,
-    check_multiples_in_lark,
-    narrowed,
-)
+from anabranch.llm.grammar.schema_limits import check_lark, check_schema, narrowed
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 
 
@@ -23,7 +19,7 @@ def grammar_source(wanted: StructuredOutputs) -> str:
     match wanted.kind:
         case "json" | "json_object":
             given = json.loads(wanted.text)
-            check_multiples(given)
+            check_schema(given)
             schema = json.dumps(narrowed(given), ensure_ascii=False)
             return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(wanted))
         case "regex":
@@ -33,14 +29,14 @@ def grammar_source(wanted: StructuredOutputs) -> str:
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case _:
             lark = _as_lark(wanted.text)
-            check_multiples_in_lark(lark)
+            check_lark(lark)
             return LLMatcher.grammar_from_lark(lark)
 
 
 def _after_prelude(wanted: StructuredOutputs) -> str:
     """Two grammars, of which the second is the form itself."""
     lark = f"start: prelude @form\n{wanted.prelude}"
-    check_multiples_in_lark(lark)
+    check_lark(lark)
     source = grammar_source(replace(wanted, prelude=None))
     is_lark = wanted.kind in ("choice", "grammar")  # others are JSON already
     form: dict[str, Any] = {"lark_grammar": source}

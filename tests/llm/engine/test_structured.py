@@ -39,6 +39,15 @@ DRAFTS: dict[str, Any] = {
     },
 }
 MOST = 400
+# One text has a format, patterns of its own and of a reference, and eight of an alternative.
+MANY_PATTERNS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"format": "date", "pattern": "1", "$ref": "#/$defs/x~1y"}},
+    "$defs": {
+        "x/y": {"pattern": "2", "anyOf": [{"pattern": "0"}, {"$ref": "#/$defs/z"}]},
+        "z": {"allOf": [{"pattern": str(place)} for place in range(3, 11)]},
+    },
+}
 
 
 @cache
@@ -219,6 +228,12 @@ def test_a_grammar_out_of_fuel_ends_its_request() -> None:
             {"json": {}, "prelude": 'prelude: %json {"multipleOf": 3000017}'},
             "json: multipleOf 3000017 takes too much time",
         ),
+        ({"json": MANY_PATTERNS}, "json: a text that must match 11 patterns and formats takes"),
+        (
+            {"grammar": f"start: %json {json.dumps(MANY_PATTERNS)}"},
+            "grammar: a text that must match 11 patterns and formats takes",
+        ),
+        ({"json": '{"allOf": [' * 450 + "{}" + "]}" * 450}, "json: .*recursion"),
         ({"json": "{"}, "json is no valid JSON"),
         ({"json": {"a": {1}}}, "json is no JSON schema"),
         ({"choice": []}, "choice must be a list"),
