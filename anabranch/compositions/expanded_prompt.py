@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from anabranch.attend import attend
-from anabranch.compositions.prompt_pieces import PromptLayout, PromptPiece
-from anabranch.compositions.prompt_workspace import ExpandedKeys
+from anabranch.compositions.prompt_pieces import PromptLayout, PromptPiece, make_prompt_layout
+from anabranch.compositions.prompt_workspace import ExpandedKeys, PromptLens
 from anabranch.compositions.sections import LayerRules
 from anabranch.keys import PagedSource, RaggedKV
 from anabranch.merge import merge
@@ -39,12 +39,22 @@ class KeyExpander(Protocol):
 
 
 def attend_expanded(
-    q: torch.Tensor, expander: KeyExpander, layout: PromptLayout, rules: LayerRules
+    q: torch.Tensor,
+    expander: KeyExpander,
+    lens: PromptLens,
+    rules: LayerRules,
+    *,
+    max_workspace_mib: float,
+    layout: PromptLayout | None,
 ) -> AttentionState:
-    """The state of queries [num_tokens, num_heads, dim]; their window is the layout's."""
+    """The state of queries [num_tokens, num_heads, dim], by a layout that is given or made."""
+    if layout is None:
+        given = lens._asdict()
+        layout = make_prompt_layout(expander.expanded, **given, max_workspace_mib=max_workspace_mib)
+    layout.check(lens, expander.expanded)
     out = q.new_empty(*q.shape[:2], expander.expanded.head_dim_v)
     state = AttentionState(out, out.new_empty(q.shape[:2], dtype=torch.float32))
-    num_tokens = sum(layout.lens.q_lens)
+    num_tokens = sum(lens.q_lens)
     if num_tokens < len(q):
         out[num_tokens:] = 0
         state.lse[num_tokens:] = -torch.inf
@@ -90,7 +100,7 @@ def _attend_piece(
             seen = part if call.is_first else _new_state(part)
             queries = q[call.tokens, heads]
             options: Any = {"cu_seqlens_q": start, "causal": call.causal, "scale": rules.scale}
-            options |= {"window": layout.lens.window, "softcap": rules.softcap}
+            options |= {"window": rules.window, "softcap": rules.softcap}
             if rules.sinks is not None and call.is_first:  # a sink is a key, to be seen once
                 options["sinks"] = rules.sinks[heads]
             # No name keeps the plan: its parts are freed before those of the next are allocated.

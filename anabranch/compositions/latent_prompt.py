@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from anabranch.compositions.expanded_prompt import HeadGroup, attend_expanded, check_lens
-from anabranch.compositions.prompt_pieces import (
-    KeySpan,
-    PromptLayout,
-    PromptPiece,
-    make_prompt_layout,
-)
+from anabranch.compositions.prompt_pieces import KeySpan, PromptLayout, PromptPiece
 from anabranch.compositions.prompt_workspace import ExpandedKeys, PromptLens
 from anabranch.compositions.sections import LayerRules
 from anabranch.compositions.up_projection import UpProjection
@@ -55,16 +51,9 @@ def attend_latent_prompt(
     _check(q, rows, keys, up)
     check_lens(q, keys, q_lens, context_lens)
     expander = LatentExpander(rows, keys, up)
-    if layout is None:
-        layout = make_prompt_layout(
-            expander.expanded,
-            q_lens=q_lens,
-            context_lens=context_lens,
-            max_workspace_mib=max_workspace_mib,
-        )
-    else:
-        layout.check(PromptLens(tuple(q_lens), tuple(context_lens)), expander.expanded)
-    return attend_expanded(q, expander, layout, LayerRules(scale))
+    lens = PromptLens(tuple(q_lens), tuple(context_lens))
+    given: Any = {"max_workspace_mib": max_workspace_mib, "layout": layout}
+    return attend_expanded(q, expander, lens, LayerRules(scale), **given)
 
 
 def _check(q: torch.Tensor, rows: torch.Tensor, keys: LatentKV, up: UpProjection) -> None:

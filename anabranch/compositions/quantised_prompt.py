@@ -9,12 +9,7 @@ from typing import Any
 import torch
 
 from anabranch.compositions.expanded_prompt import HeadGroup, attend_expanded, check_lens
-from anabranch.compositions.prompt_pieces import (
-    PromptLayout,
-    PromptPiece,
-    cut_prompts,
-    make_prompt_layout,
-)
+from anabranch.compositions.prompt_pieces import PromptLayout, PromptPiece, cut_prompts
 from anabranch.compositions.prompt_workspace import ExpandedKeys, PromptLens, find_workspace
 from anabranch.compositions.sections import LayerRules
 from anabranch.implementations import load_implementation
@@ -69,18 +64,10 @@ def attend_quantised_prompt(
             f"{keys.capacity}"
         )
     expander = PageExpander(keys, q.shape[1], impl)
-    if layout is None:
-        layout = make_prompt_layout(
-            expander.expanded,
-            q_lens=q_lens,
-            context_lens=context_lens,
-            window=window,
-            max_workspace_mib=max_workspace_mib,
-        )
-    else:
-        layout.check(PromptLens(tuple(q_lens), tuple(context_lens), window), expander.expanded)
+    lens = PromptLens(tuple(q_lens), tuple(context_lens), window)
     rules = LayerRules(q.shape[2] ** -0.5 if scale is None else scale, window, softcap, sinks)
-    return attend_expanded(q, expander, layout, rules)
+    given: Any = {"max_workspace_mib": max_workspace_mib, "layout": layout}
+    return attend_expanded(q, expander, lens, rules, **given)
 
 
 def _check(q: torch.Tensor, keys: PagedKV) -> None:
