@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.models import load_model
+from anabranch.llm.runner.graphs import PromptKey
 from anabranch.llm.runner.kv_cache import (
     CacheFormats,
     LayerShape,
@@ -352,3 +354,17 @@ def test_16_bits_on_a_cpu_are_said_to_be_slow(caplog: pytest.LogCaptureFixture) 
     assert [record.getMessage() for record in caplog.records] == [
         "dtype bfloat16 on a CPU takes about twice the time of float32"
     ]
+
+
+def test_prompts_that_see_many_keys_decode_them_and_have_no_graph() -> None:
+    def run_of(start: int, num_tokens: int) -> Any:
+        return SimpleNamespace(
+            start=start, num_tokens=num_tokens, num_drafts=0, scores_prompt=False
+        )
+
+    llm = as_on_gpu(LLM(source(), device="cpu", kv_cache_dtype="int8"))
+    runner = llm.engine._launcher._built.runner
+    assert runner._prompt_key([run_of(20_000, 60)]) == PromptKey(64)
+    runner._expands = True  # as on Hopper
+    assert runner._prompt_key([run_of(0, 60)]) == PromptKey(64)
+    assert runner._prompt_key([run_of(20_000, 60)]) is None
