@@ -94,11 +94,16 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
         "int8": CodeConstants("int8", 1, 4096, packed),
         "int4": CodeConstants("int4", 1, 128, packed),
         "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
+        "int8 in groups of 16": CodeConstants("int8", 1, 16, packed),
     }
     for kind, constants in formats.items():
         for config in every_config(*code_tiles(constants)):
             name = f"{config.block_m} rows, {config.block_n} outputs, {config.splits} splits"
             yield f"{name}, {kind}", partial(launch_case, config, constants, torch.bfloat16, False)
+    wide = every_config(*code_tiles(formats["int4 in groups of 32"]))[-1]
+    for kind in ("int4 in groups of 32", "int8 in groups of 16"):
+        case = partial(launch_case, wide, formats[kind], torch.bfloat16, True)
+        yield f"{kind} float zeros", case
     for kind in ("fp8", "int4", "int4 in groups of 32"):
         config = every_config(*code_tiles(formats[kind]))[0]
         case = partial(launch_case, config, formats[kind], torch.float16, kind != "fp8")
