@@ -170,6 +170,14 @@ def place_outputs(first, outputs, half, GATED: tl.constexpr, COUNT: tl.constexpr
         return first + outputs
 
 
+@triton.jit
+def gate_halves(sums):
+    """silu(gate) * up [outputs, rows], of gates before what they gate."""
+    halves = tl.reshape(sums, [2, sums.shape[0] // 2, sums.shape[1]])
+    gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
 @triton.jit(do_not_specialize=["m", "n"])
 def quantised_rows_kernel(
     x_ptr,  # [m, K]
@@ -249,8 +257,7 @@ def quantised_rows_kernel(
 
     sums = tl.sum(sums, 0)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(sums, [2, OUTPUTS, BLOCK_M]), (1, 2, 0)))
-        sums = gate / (1.0 + tl.exp(-gate)) * up
+        sums = gate_halves(sums)
     outputs = first_output + tl.arange(0, OUTPUTS)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + outputs, outputs < n, other=0.0)

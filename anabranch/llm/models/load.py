@@ -29,7 +29,8 @@ from anabranch.llm.models.model_config import (
     scheme_of,
 )
 from anabranch.llm.models.packed_model import INDEX, load_packed
-from anabranch.llm.models.quantised_model import plain_config, quantise_randomly
+from anabranch.llm.models.quantised_model import plain_config
+from anabranch.llm.models.random_codes import quantise_randomly
 
 CONFIGS = Path(__file__).parent / "configs"
 DUMMY = "dummy:"
