@@ -34,7 +34,7 @@ class EngineOptions:
     device: str | None = option(None, "cuda or cpu; the GPU if there is one.")
     dtype: str | None = option(
         None,
-        "auto, unless given: 16 bits on a GPU; on a CPU float32, and for a .gguf file its own.",
+        "auto, unless given: 16 bits on a GPU, float32 on a CPU; a .gguf file stays quantised.",
         choices=DTYPES,
     )
     activations: str = option(

@@ -87,7 +87,7 @@ class EngineConfig:
 
     model: str = "smollm2"  # or a directory, a .gguf file, a hub id, dummy:CONFIG
     device: str | None = None  # cpu or cuda; the best there is
-    dtype: str | None = None  # or "auto": 16 bits on a GPU; on a CPU the formats of a GGUF file
+    dtype: str | None = None  # or "auto": 16 bits on a GPU; a GGUF file stays quantised
     activations: str = "int8"  # inputs of products with weights in such formats, or "float32"
     max_model_len: int | None = None  # tokens of a sequence; the model's own limit by default
     max_num_seqs: int | None = None  # running at once: 64 on a GPU, 16 on a CPU

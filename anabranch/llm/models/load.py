@@ -15,7 +15,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from anabranch.kernels.cpu.native import native
 from anabranch.llm.models.checkpoint import load_tokenizer, load_weights
-from anabranch.llm.models.fetched_models import Progress, hub_directory, smollm2_directory
+from anabranch.llm.models.fetched_models import (
+    Progress,
+    WeightForm,
+    hub_directory,
+    smollm2_directory,
+)
 from anabranch.llm.models.model_config import (
     check_fits,
     default_dtype,
@@ -24,7 +29,8 @@ from anabranch.llm.models.model_config import (
     scheme_of,
 )
 from anabranch.llm.models.packed_model import INDEX, load_packed
-from anabranch.llm.models.quantised_model import plain_config, quantise_randomly
+from anabranch.llm.models.quantised_model import plain_config
+from anabranch.llm.models.random_codes import quantise_randomly
 
 CONFIGS = Path(__file__).parent / "configs"
 DUMMY = "dummy:"
@@ -66,7 +72,8 @@ def load_model(
     of one that comes with anabranch. `dtype` is float32 on a CPU and 16 bits elsewhere unless
     given. `progress` is called with each step as it starts. `cut` may leave a part of the model
     only; that part of a checkpoint alone must fit on the device. With `activations`, weights
-    of a GGUF file stay in its formats on a CPU with kernels for them, unless `dtype` is given.
+    of a GGUF file stay quantised unless `dtype` is given: as codes on a GPU, and in its formats on
+    a CPU with kernels for them.
     """
     if source.startswith(DUMMY):
         config = dummy_config(source.removeprefix(DUMMY))
@@ -81,9 +88,9 @@ def load_model(
         if cut is not None:
             cut(model)
         return _loaded(model, None, source)
-    on_cpu = torch.device(device).type == "cpu" and native() is not None
-    keeps = activations is not None and dtype is None and cut is None and on_cpu
-    name, directory = _find(source, progress, packed=keeps)
+    keeps = activations is not None and dtype is None and cut is None
+    form = _kept_form(torch.device(device)) if keeps else WeightForm.FLOATS
+    name, directory = _find(source, progress, form)
     _tell(progress, f"loading {name}")
     tokenizer = load_tokenizer(directory)
     if activations is not None and (directory / INDEX).is_file():
@@ -104,17 +111,26 @@ def local_source(source: str, *, progress: Progress | None = None) -> str:
     return source if source.startswith(DUMMY) else str(_find(source, progress)[1])
 
 
-def _find(source: str, progress: Progress | None, *, packed: bool = False) -> tuple[str, Path]:
+def _kept_form(device: torch.device) -> WeightForm:
+    """In which form the weights of a GGUF file stay quantised on a device."""
+    if device.type == "cuda":
+        return WeightForm.CODES
+    return WeightForm.FLOATS if native() is None else WeightForm.PACKED
+
+
+def _find(
+    source: str, progress: Progress | None, form: WeightForm = WeightForm.FLOATS
+) -> tuple[str, Path]:
     """The name of a model and the transformers directory it lies in, fetched or converted."""
     if source == "smollm2":
-        return source, smollm2_directory(packed=packed, progress=progress)
+        return source, smollm2_directory(form=form, progress=progress)
     path = Path(source).expanduser()
     if path.is_dir():
         return path.resolve().name, path
     if path.suffix == ".gguf" and path.is_file():
         from anabranch.llm.models.gguf_file import gguf_directory  # other sources need no gguf
 
-        return path.stem, gguf_directory(path, packed=packed, progress=progress)
+        return path.stem, gguf_directory(path, form=form, progress=progress)
     if path.exists():
         raise ValueError(f"{source} is neither a transformers directory nor a .gguf file")
     if path.suffix != ".gguf" and HUB_ID.fullmatch(source):
