@@ -150,12 +150,13 @@ class _Patterns:
 
     def _referred(self, reference: Any) -> Any:
         """What a reference within this schema means."""
-        found = self._root
+        found: Any = self._root
         if not _is_text(reference) or not reference.startswith("#"):
             return None
         for name in reference[1:].split("/")[1:]:
             key = unquote(name).replace("~1", "/").replace("~0", "~")
-            found = found.get(key) if isinstance(found, Mapping) else None
+            given = cast("Mapping[str, Any]", found if isinstance(found, Mapping) else {})
+            found = given.get(key)
         return found
 
 
