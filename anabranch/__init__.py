@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from anabranch.attend import attend
     from anabranch.compositions.cascade import Cascade, attend_cascade, make_cascade
     from anabranch.compositions.latent_prompt import attend_latent_prompt
+    from anabranch.compositions.quantised_prompt import attend_quantised_prompt
     from anabranch.compositions.selectors import (
         PageBounds,
         bound_pages,
@@ -47,6 +48,7 @@ __all__ = [
     "attend",
     "attend_cascade",
     "attend_latent_prompt",
+    "attend_quantised_prompt",
     "bound_pages",
     "extend_bounds",
     "make_cascade",
@@ -68,6 +70,7 @@ _NAMES = {
     "llm.engine.llm": ["LLM"],
     "keys": ["DenseKV", "LatentKV", "PagedKV", "RaggedKV", "SelectedKV"],
     "compositions.latent_prompt": ["attend_latent_prompt"],
+    "compositions.quantised_prompt": ["attend_quantised_prompt"],
     "merge": ["merge"],
     "plan": ["Plan", "make_plan"],
     "llm.sampling.params": ["SamplingParams"],

@@ -28,6 +28,7 @@ PIECES: dict[str, tuple[str, list[str]]] = {
     "prefill": ("h200-prefill.json", [*BENCH, "prefill"]),
     "hopper": ("hopper/h200.json", ["benchmarks/hopper.py"]),
     "drawn": ("drawn/h200.json", ["benchmarks/drawn_calls.py", "--seed", "0", "--count", "120"]),
+    "prompts": ("quantised/h200-prompts.json", ["benchmarks/quantised_prompts.py"]),
     "latent": ("latent/h200.json", ["benchmarks/latent.py"]),
     "formats": ("latent/h200-formats.json", ["benchmarks/formats.py"]),
     "products": (

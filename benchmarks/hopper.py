@@ -139,14 +139,19 @@ def ours(inputs: Inputs) -> tuple[str, Calls]:
     return name, [lambda q=q, k=k: ab.attend(q, k, **given) for q, k in inputs.calls]
 
 
-def flash_attention(inputs: Inputs) -> Calls:
-    """vLLM's varlen build, with the schedule that an engine makes once a step."""
+def flash_attention(inputs: Inputs, code_scale: float | None = None) -> Calls:
+    """vLLM's varlen build, with the schedule that an engine makes once a step.
+
+    With a scale, queries, keys and values are codes of it.
+    """
     operators, case = torch.ops._vllm_fa3_C, inputs.case
     (q_len, k_len), page = (max(case.q_lens), max(case.k_lens)), case.page_size
-    plan = None
+    plan, scales = None, [None] * 3
+    if code_scale is not None:
+        scales = [torch.full((len(case.q_lens), case.heads[1]), code_scale, device="cuda")] * 3
     if page:
         plan = operators.get_scheduler_metadata(
-            len(case.q_lens), q_len, k_len, *case.heads, *case.dims, torch.bfloat16,
+            len(case.q_lens), q_len, k_len, *case.heads, *case.dims, inputs.calls[0][0].dtype,
             inputs.seq_lens, inputs.starts_q, None, None, None, None, page, 0, True, -1, -1, False,
             0, None, 0,
         )  # fmt: skip
@@ -155,8 +160,8 @@ def flash_attention(inputs: Inputs) -> Calls:
         return operators.fwd(
             q, keys.k, keys.v, None, None, None, None, inputs.starts_q,
             None if page else inputs.starts_k, None, None, inputs.seq_lens if page else None, q_len,
-            k_len, keys.page_table if page else None, *(None,) * 8, case.dims[0] ** -0.5, True, -1,
-            -1, 0.0, True, plan, 0, None, 0, None, 1, 0, None,
+            k_len, keys.page_table if page else None, *(None,) * 5, *scales, case.dims[0] ** -0.5,
+            True, -1, -1, 0.0, True, plan, 0, None, 0, None, 1, 0, None,
         )  # fmt: skip
 
     return [lambda q=q, k=k: call(q, k) for q, k in inputs.calls]

@@ -1,11 +1,13 @@
 """64 clients, half with grammars, some of them hostile: what the others feel.
 
     python benchmarks/hostile_grammars.py --seconds 60
+    python benchmarks/hostile_grammars.py --out benchmarks/results/structured/cpu-hostile.json
 
 A server of SmolLM2, or of --model, answers 32 streams without grammars and 32 with. Then eight of
-the latter send huge schemas, regexes that blow up, deep nesting and ambiguous grammars, as fast as
-they are refused. The gaps between tokens of the 32 plain streams are compared, and nothing may
-die: the server is healthy at the end, its engine the same, and a grammar is answered.
+the latter send huge schemas, regexes that blow up, deep nesting, multiples of large numbers and
+ambiguous grammars, as fast as they are refused. The gaps between tokens of the 32 plain streams
+are compared, and nothing may die: the server is healthy at the end, its engine the same, and a
+grammar is answered.
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from rows import header, save_rows
 
 from anabranch.llm.bench.serve.serve_bench import launched
 from anabranch.llm.cli.engine_options import ServingOptions
@@ -62,7 +66,10 @@ def attacks() -> list[dict[str, Any]]:
         {"guided_json": nested(150)},
         {"guided_json": {"allOf": [{"anyOf": options} for _ in range(10)]}},
         {"guided_json": {"enum": [f"value {i} {'x' * 9}" for i in range(5000)]}},
-        {"guided_json": {"type": "integer", "multipleOf": 1000003}},
+        {"guided_json": {"type": "integer", "multipleOf": 3000017}},
+        {"guided_json": {"type": "integer", "multipleOf": 99991}},
+        {"guided_json": {"allOf": [{"pattern": f".*a.{{{i}}}"} for i in range(20)]}},
+        {"guided_regex": "(.*a.{12}|.*b.{12}|.*c.{12})*"},
         {"guided_grammar": 'start: a a a a a a\na: a a | (b b)* | "x"\nb: a | "x" | "y" b | b "z"'},
         {"guided_grammar": "root ::= " + " | ".join(f'"{i}"' for i in range(9000))},
         {"guided_choice": [f"{i}" * 20 for i in range(4000)]},
@@ -135,11 +142,12 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--device", default=None)
     parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     options = ServingOptions(device=args.device, max_num_seqs=64)
     with launched(args.model, options, timeout=600) as server:
         engines = {child.pid for child in psutil.Process(server.pid).children(recursive=True)}
-        rows = []
+        rows = list[dict[str, Any]]()
         for hostile in (0, HOSTILE):
             rows.append(asyncio.run(phase(server.url, args.seconds, hostile)))
             print(json.dumps(rows[-1]), flush=True)
@@ -153,7 +161,10 @@ def main() -> None:
         memory = psutil.Process(max(engines)).memory_info().rss >> 20
     ratio = rows[1]["itl_ms_p99"] / rows[0]["itl_ms_p99"]
     end = {"health": health, "same engine": engines <= children, "answer": said}
-    print(json.dumps(end | {"engine MiB": memory, "p99 / p99 before": round(ratio, 2)}))
+    rows.append(end | {"engine MiB": memory, "p99 / p99 before": round(ratio, 2)})
+    print(json.dumps(rows[-1]))
+    timing = {"timing": "gaps between tokens of plain streams at the client, milliseconds"}
+    save_rows(args.out, header() | timing | {"model": args.model}, rows)
 
 
 if __name__ == "__main__":

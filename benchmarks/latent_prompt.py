@@ -77,8 +77,8 @@ class PromptInputs(NamedTuple):
 
     def layout(self, budget: int) -> PromptLayout:
         """How the prompt is cut, which layers share."""
-        options = {"page_size": PAGE, "max_workspace_mib": budget}
-        return make_prompt_layout(self.up, self.rows.shape[1], **self.lens(), **options)
+        expanded = self.up.expanded(self.rows.shape[1], PAGE)
+        return make_prompt_layout(expanded, **self.lens(), max_workspace_mib=budget)
 
     def lens(self) -> dict[str, list[int]]:
         return {"q_lens": [len(self.q)], "context_lens": [self.context]}

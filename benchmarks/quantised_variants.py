@@ -41,8 +41,8 @@ from anabranch.kernels.layers.quantised_rows import quantised_rows
 from anabranch.kernels.layers.scaled_product import scaled_product
 from anabranch.launches.compile_ahead import compiling_ahead
 from anabranch.llm.models.quantised_linear import QuantisedLinear, set_quantised
-from anabranch.llm.models.quantised_model import draw_codes
 from anabranch.llm.models.quantised_weight import QuantisedWeight
+from anabranch.llm.models.random_codes import draw_codes
 from anabranch.llm.models.weight_scheme import WeightScheme
 
 CUDA = torch.device("cuda", 0)

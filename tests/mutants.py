@@ -118,6 +118,11 @@ TESTS: dict[str, tuple[str, ...]] = {
         f"{ENGINE}test_structured_paths.py",
         f"{LLM}speculative/test_draft_trees.py",
     ),
+    "llm/engine/launched.py": (
+        f"{LLM}speculative/test_speculative.py",
+        f"{ENGINE}test_engine.py",
+        f"{ENGINE}test_structured_paths.py",
+    ),
     "llm/engine/limits.py": (
         f"{ENGINE}test_engine_sizes.py",
         f"{ENGINE}test_engine.py",

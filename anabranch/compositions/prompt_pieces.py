@@ -1,4 +1,4 @@
-"""How prompts over latent rows are cut: heads into groups of one size, keys into pieces."""
+"""How prompts over expanded keys are cut: heads into groups of one size, keys into pieces."""
 
 from __future__ import annotations
 
@@ -10,24 +10,28 @@ from typing import Any, NamedTuple
 import torch
 
 from anabranch.compositions.prompt_workspace import (
+    ExpandedKeys,
     PromptLens,
     Workspace,
     balanced_share,
     choose_workspace,
 )
-from anabranch.compositions.up_projection import UpProjection
 from anabranch.keys import RaggedKV
 from anabranch.plan import Plan, make_plan
 
 
 class KeySpan(NamedTuple):
-    """Neighbouring keys of one sequence: rows of its context, then those of new tokens."""
+    """Neighbouring keys of one sequence: those of its context, then those of new tokens."""
 
     seq: int
     start: int
     stop: int
     context_len: int
     first_token: int  # of the sequence
+
+    @property
+    def num_keys(self) -> int:
+        return self.stop - self.start
 
 
 class PromptCall(NamedTuple):
@@ -45,6 +49,11 @@ class PromptPiece(NamedTuple):
 
     spans: list[KeySpan]
     calls: list[PromptCall]
+    places: slice  # of its spans in the layout's index, as expand_pages() reads them
+
+    @property
+    def num_keys(self) -> int:
+        return sum(span.num_keys for span in self.spans)
 
 
 @dataclass(slots=True, eq=False)
@@ -52,20 +61,21 @@ class PromptLayout:
     """How a prompt is cut, for every layer of a step that has the same lengths and shapes."""
 
     lens: PromptLens
-    num_heads: int  # expanded at once
+    num_heads: int  # of keys, expanded at once
     pieces: list[PromptPiece]
-    index: torch.Tensor  # int32: where the sequences of every call begin
+    index: torch.Tensor  # int32: where the sequences of every call begin, and the spans of pieces
     fused_merge: bool | None  # as in make_plan
     cuts_blocks: bool  # plans have room for parts, so only one of them is kept
     _plans: dict[int, Plan] = field(default_factory=dict[int, Plan])  # by a call's place in index
 
-    def check(self, lens: PromptLens, num_heads: int) -> None:
+    def check(self, lens: PromptLens, keys: ExpandedKeys) -> None:
         """Refuse lengths or heads that it was not made for."""
         if lens != self.lens:
             raise ValueError(f"the layout was made for {self.lens}, got {lens}")
-        if num_heads % self.num_heads:
+        if keys.num_heads % self.num_heads:
             raise ValueError(
-                f"the layout was made for groups of {self.num_heads} heads, got {num_heads} heads"
+                f"the layout was made for groups of {self.num_heads} heads, "
+                f"got {keys.num_heads} heads"
             )
 
     def plan(
@@ -79,66 +89,92 @@ class PromptLayout:
             if self.cuts_blocks:
                 self._plans.clear()
             options: Any = {"causal": call.causal, "fused_merge": self.fused_merge}
+            options["window"] = self.lens.window
             plan = make_plan(q, source, cu_seqlens_q=starts, **options)
             self._plans[call.q_bounds.start] = plan
         return plan
 
 
 def make_prompt_layout(
-    up: UpProjection,
-    width: int,
+    keys: ExpandedKeys,
     *,
     q_lens: Sequence[int],
     context_lens: Sequence[int],
-    page_size: int,
+    window: int | None = None,
     max_workspace_mib: float = 256,
     fused_merge: bool | None = None,
 ) -> PromptLayout:
-    """Cut prompts over rows of this width so that what is allocated stays within the budget."""
-    lens = PromptLens(tuple(q_lens), tuple(context_lens))
-    space = choose_workspace(up, width, lens, page_size, max_workspace_mib, fused_merge)
+    """Cut prompts over such keys so that what is allocated stays within the budget."""
+    lens = PromptLens(tuple(q_lens), tuple(context_lens), window)
+    space = choose_workspace(keys, lens, max_workspace_mib, fused_merge)
+    return cut_prompts(lens, space, keys.device, fused_merge)
+
+
+def cut_prompts(
+    lens: PromptLens, space: Workspace, device: torch.device, fused_merge: bool | None = None
+) -> PromptLayout:
+    """Cut prompts into what is handled at once."""
     cutter = PieceCutter(lens, space)
     pieces = list(cutter.pieces())
-    device = up.weight.device
     index = torch.tensor(cutter.index, dtype=torch.int32, pin_memory=device.type == "cuda")
     on_device = index.to(device, non_blocking=True)
     return PromptLayout(lens, space.num_heads, pieces, on_device, fused_merge, space.cuts_blocks)
 
 
 class PieceCutter:
-    """Cuts the keys of sequences into pieces, and collects the bounds that their calls need."""
+    """Cuts the keys of sequences into pieces, and collects the numbers that these need."""
 
     def __init__(self, lens: PromptLens, space: Workspace) -> None:
-        self.index: list[int] = []  # bounds of all calls, each at a multiple of 16 bytes
+        self.index: list[int] = []  # of all calls and pieces, each from a multiple of 16 bytes on
         self._space = space
         self._lens = lens
 
     def pieces(self) -> Iterator[PromptPiece]:
         """Short sequences together, longer ones in pieces of their own."""
         together: list[KeySpan] = []
-        firsts = accumulate(self._lens.q_lens, initial=0)
         room = self._space.num_keys
-        for seq, (q_len, context_len, first) in enumerate(zip(*self._lens, firsts, strict=False)):
-            if not q_len:
-                continue
-            whole = KeySpan(seq, 0, context_len + q_len, context_len, first)
-            if together and whole.stop > room:
+        for whole in self._sequences():
+            if together and whole.num_keys > room:
                 yield self._whole(together)
                 together, room = [], self._space.num_keys
-            if whole.stop > room:
+            if whole.num_keys <= room:
+                together.append(whole)
+                room -= whole.num_keys
+            elif self._lens.window is None:
                 yield from self._parts(whole)
             else:
-                together.append(whole)
-                room -= whole.stop
+                yield from (self._whole([span]) for span in self._windows(whole))
         if together:
             yield self._whole(together)
 
+    def _sequences(self) -> Iterator[KeySpan]:
+        """All keys that the new tokens of a sequence see, for those that have some."""
+        lens, firsts = self._lens, accumulate(self._lens.q_lens, initial=0)
+        each = zip(lens.q_lens, lens.context_lens, firsts, strict=False)
+        for seq, (q_len, context_len, first) in enumerate(each):
+            if q_len:
+                start = lens.first_key(context_len)
+                yield KeySpan(seq, start, context_len + q_len, context_len, first)
+
+    def _windows(self, whole: KeySpan) -> Iterator[KeySpan]:
+        """Shares of a sequence's tokens, each with all keys that it sees."""
+        seq, _, stop, context_len, first_token = whole
+        step = balanced_share(stop - context_len, self._space.num_keys - self._lens.overlap)
+        for place in range(context_len, stop, step):
+            start, end = self._lens.first_key(place), min(place + step, stop)
+            yield KeySpan(seq, start, end, place, first_token + place - context_len)
+
     def _whole(self, spans: list[KeySpan]) -> PromptPiece:
         q_bounds = [0, *accumulate(span.stop - span.context_len for span in spans)]
-        k_bounds = [0, *accumulate(span.stop for span in spans)]
+        k_bounds = [0, *accumulate(span.num_keys for span in spans)]
         first = spans[0].first_token
         tokens = slice(first, first + q_bounds[-1])
-        return PromptPiece(spans, [self._call(tokens, q_bounds, k_bounds, True, True)])
+        return self._piece(spans, [self._call(tokens, q_bounds, k_bounds, True, True)])
+
+    def _piece(self, spans: list[KeySpan], calls: list[PromptCall]) -> PromptPiece:
+        stops = [*accumulate(span.num_keys for span in spans)]
+        skipped = [span.stop - stop for span, stop in zip(spans, stops, strict=True)]
+        return PromptPiece(spans, calls, self._add([*stops, *(x.seq for x in spans), *skipped]))
 
     def _parts(self, whole: KeySpan) -> Iterator[PromptPiece]:
         count = -(-whole.stop // self._space.num_keys)
@@ -161,7 +197,7 @@ class PieceCutter:
                 tokens = slice(origin + place, origin + end)
                 bounds = [0, end - place], [0, num_keys]
                 calls.append(self._call(tokens, *bounds, causal, is_first))
-        return PromptPiece([span], calls)
+        return self._piece([span], calls)
 
     def _call(
         self, tokens: slice, q_bounds: list[int], k_bounds: list[int], causal: bool, is_first: bool

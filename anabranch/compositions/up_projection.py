@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from anabranch.compositions.prompt_workspace import ExpandedKeys
 from anabranch.device import has_overlap
 
 # Tokens up to which a kernel of our own is faster. 16 heads, H200, us there and by torch: one token
@@ -73,13 +74,8 @@ class UpProjection(NamedTuple):
 
     def new_expanded(self, rows: torch.Tensor, num_heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Memory for the keys and values of so many heads, in which rotary columns are written."""
-        num_keys, nope, rank = len(rows), self.head_dim_nope, self.rank
-        dims = nope + rows.shape[1] - rank, self.head_dim_v
-        both = rows.new_empty(num_keys * num_heads * sum(dims))
-        middle = num_keys * num_heads * dims[0]
-        k = both[:middle].view(num_keys, num_heads, dims[0])
-        v = both[middle:].view(num_keys, num_heads, dims[1])
-        k[..., nope:] = rows[:, None, rank:]
+        k, v = self.expanded(rows.shape[1]).allocate(len(rows), num_heads)
+        k[..., self.head_dim_nope :] = rows[:, None, self.rank :]
         return k, v
 
     def expand_heads(
@@ -91,10 +87,13 @@ class UpProjection(NamedTuple):
         torch.bmm(latent, weight[..., :nope], out=k[..., :nope].transpose(0, 1))
         torch.bmm(latent, weight[..., nope:], out=v.transpose(0, 1))
 
-    def bytes_per_key(self, width: int, num_heads: int) -> int:
-        """What a key takes while it is expanded for so many heads: its row, keys and values."""
-        _, both, rank = self.weight.shape
-        return (width + num_heads * (both + width - rank)) * self.weight.element_size()
+    def expanded(self, width: int, page_size: int = 0) -> ExpandedKeys:
+        """The keys and values of rows of this width, which are gathered in whole pages."""
+        weight = self.weight
+        dims = self.head_dim_nope + width - self.rank, self.head_dim_v
+        where = weight.dtype, weight.device
+        row_bytes = width * weight.element_size()
+        return ExpandedKeys(weight.shape[0], 1, *dims, *where, row_bytes, 2 * page_size)
 
     def prefers_expanded(self, num_queries: float, width: int) -> bool:
         """Whether keys with so many queries each cost fewer operations expanded than absorbed.

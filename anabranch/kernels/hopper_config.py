@@ -10,7 +10,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from anabranch.kernels.config import power_of_two, split_head_dim
-from anabranch.kernels.versions import QUERIES_IN_REGISTERS
 
 # Key and value head dims that tiles have been chosen and tested for: each is one power of two, or
 # two of them (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64).
@@ -24,18 +23,22 @@ class HopperTiles:
 
     block_n: int  # keys of a tile
     stages: int  # tiles of K, and of V, under way
-    q_in_registers: bool  # the main columns of Q
+    q_columns: int  # of the main columns of Q, the first ones, which stay in registers
     out_columns: int = 64  # staged at a time
     consumer_registers: int = 240
     producer_registers: int = 24
 
 
 BLOCK_ROWS = 128  # of a block: two consumers of 64
+PARTS_A_PROGRAM = 4  # of BLOCK_ROWS rows, that wait for their merge at most
 MAX_PACK = 64  # heads of a block: the rows of one consumer are whole tokens
 FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
 FEW_KEYS = 256  # that the rows of a block see: two wide tiles
 FEW_TILES = 5  # of 128 keys, for each processor, of blocks that are few
 FEW_ROWS = 64  # of a sequence
+# Of 256 query columns, those in registers. 128 leave no descriptor to be moved to uniform registers
+# (3.9 moves 32 in a tile, 3.6 12), but no GPU has timed them.
+WIDE_QUERY_COLUMNS = 0
 
 
 def select_tiles(
@@ -54,13 +57,16 @@ def select_tiles(
     111 against 166.
     """
     if head_dim_k > 192 or head_dim_v > 128:
-        return HopperTiles(64, 2, q_in_registers=False)
+        return HopperTiles(64, 2, q_columns=WIDE_QUERY_COLUMNS)
+    from anabranch.kernels.versions import QUERY_COLUMNS  # Triton comes with it
+
+    q_columns = min(split_head_dim(head_dim_k)[0], QUERY_COLUMNS)
     if head_dim_k <= 128 and (few_keys or (few_blocks and head_dim_k > 64)):
-        return HopperTiles(64, 3, q_in_registers=QUERIES_IN_REGISTERS)
+        return HopperTiles(64, 3, q_columns)
     if head_dim_k <= 64:  # 8 x 1024, 64/16 heads: 212 against 216 with two stages
-        return HopperTiles(128, 3, q_in_registers=QUERIES_IN_REGISTERS)
+        return HopperTiles(128, 3, q_columns)
     # 192/128, 16 heads: 532 against 547 with Q in shared memory
-    return HopperTiles(128, 2, q_in_registers=QUERIES_IN_REGISTERS)
+    return HopperTiles(128, 2, q_columns)
 
 
 class Packing(NamedTuple):
@@ -117,7 +123,7 @@ class HopperConstants:
     dv_rest: int
     block_n: int
     stages: int
-    q_in_registers: bool
+    q_columns: int
     out_columns: int
     consumer_registers: int
     producer_registers: int
@@ -129,7 +135,7 @@ class HopperConstants:
     @property
     def frees_queries_early(self) -> bool:
         """Whether a consumer holds all of Q in registers, so that the next may be copied."""
-        return self.q_in_registers and not self.dk_rest
+        return self.q_columns == self.dk_main and not self.dk_rest
 
     @property
     def caps_before_base(self) -> bool:

@@ -30,9 +30,9 @@ PAIRS_IN_TENSOR_MEMORY = since({(3, 6): True, (3, 8): False})
 # keys would go through shared memory once more (556 and not 454 instructions a tile of int8).
 NARROW_IN_WARPS = since({(3, 6): True, (3, 8): False})
 
-# Whether Hopper's prompts keep their queries in registers. 3.9 copies operands in registers before
-# each product; with the queries that is more than a thread has: 756 and 854 instructions a tile of
-# 128 keys and dims in the two consumers, with 8 to local memory, against 733 and 734 with queries
-# in shared memory, and 726 in 3.6. H200, us: 1 x 1024 25.3 and not 26.9, 1 x 8192 928 and not 946
-# (895 in 3.6), 512 tokens beside 31 decodes 225 and not 232.
-QUERIES_IN_REGISTERS = since({(3, 6): True, (3, 9): False})
+# How many of up to 128 query columns Hopper's prompts keep in registers. 3.9 copies operands in
+# registers before each product; with all queries that is more than a thread has: 756 and 854
+# instructions a tile of 128 keys and dims in the two consumers, with 8 to local memory, against 733
+# and 734 with queries in shared memory, and 726 in 3.6. H200, us: 1 x 1024 25.3 and not 26.9, 1 x
+# 8192 928 and not 946 (895 in 3.6), 512 tokens beside 31 decodes 225 and not 232.
+QUERY_COLUMNS = since({(3, 6): 128, (3, 9): 0})

@@ -29,6 +29,7 @@ def headline_section(root: Path) -> str | None:
     ]
     rows += _drawn_row(root)
     rows += _hopper_rows(root)
+    rows += [_fp8_prompts_row(path) for path in folder.glob("quantised/h200-prompts.json")]
     rows += [_latent_row(path) for path in folder.glob("latent/h200.json")]
     rows += [_fp8_row(path) for path in folder.glob("latent/h200-formats.json")]
     rows += [_deepseek_row(path) for path in folder.glob("engine/h200-deepseek.json")]
@@ -91,6 +92,18 @@ def _fp8_row(path: Path) -> str:
     peers = {name.removesuffix(" fp8"): us for name, us in times.items() if name.endswith(" fp8")}
     ratio = min(peers.values()) / times["fp8_tensor"]
     return _row("decode over an fp8 cache", [ratio], ", ".join(sorted(peers)), results["header"])
+
+
+def _fp8_prompts_row(path: Path) -> str:
+    """Prompts and chunks over fp8 pages with one scale, beside FlashAttention-3's over the same."""
+    results = json.loads(path.read_text())
+    ways = {("fp8_tensor", "decoded first"): "ours", ("FA3 fp8", "pages"): "theirs"}
+    times: dict[str, dict[str, float]] = {}
+    for row in results["rows"]:
+        if (row["format"], row["way"]) in ways:
+            times.setdefault(row["case"], {})[ways[row["format"], row["way"]]] = row["us"]
+    ratios = [each["theirs"] / each["ours"] for each in times.values()]
+    return _row("prompts and chunks over an fp8 cache", ratios, "FA3", results["header"])
 
 
 def _deepseek_row(path: Path) -> str:

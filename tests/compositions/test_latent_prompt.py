@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
-from weakref import finalize
 
 import pytest
 import torch
+from live_bytes import LiveBytes
 from tolerance import assert_state_close
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from anabranch import (
     AttentionState,
@@ -20,11 +20,12 @@ from anabranch import (
     attend_latent_prompt,
     merge,
 )
-from anabranch.compositions import latent_prompt, prompt_pieces, prompt_workspace
+from anabranch.compositions import expanded_prompt, prompt_pieces, prompt_workspace
 from anabranch.compositions.prompt_pieces import make_prompt_layout
 from anabranch.compositions.prompt_workspace import (
     MIB,
     MIN_PIECE,
+    ExpandedKeys,
     PromptLens,
     Workspace,
     check_workspace,
@@ -116,34 +117,6 @@ def test_pieces_give_the_state_of_the_whole(
     assert_state_close(AttentionState(up.values(out), lse), double, plain)
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of new tensors that are alive, and the most there were at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.alive = self.peak = 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-        for x in result if isinstance(result, tuple | list) else [result]:
-            if not isinstance(x, torch.Tensor):
-                continue
-            storage = x.untyped_storage()
-            if storage._cdata in given or storage._cdata in self._known:
-                continue
-            self._known.add(storage._cdata)
-            self.alive += storage.nbytes()
-            self.peak = max(self.peak, self.alive)
-            finalize(storage, self._free, storage._cdata, storage.nbytes())
-        return result
-
-    def _free(self, name: int, num_bytes: int) -> None:
-        self._known.discard(name)
-        self.alive -= num_bytes
-
-
 def quantised(plain: LatentKV) -> LatentKV:
     """The same rows as int8 codes."""
     shape = (*plain.cache.shape[:2], 1, WIDTH)
@@ -195,8 +168,8 @@ def test_memory_stays_under_the_budget(
         with _disable_current_modes():
             merge(*states, out=out)
 
-    monkeypatch.setattr(latent_prompt, "attend", without_its_own)
-    monkeypatch.setattr(latent_prompt, "merge", merged_uncounted)
+    monkeypatch.setattr(expanded_prompt, "attend", without_its_own)
+    monkeypatch.setattr(expanded_prompt, "merge", merged_uncounted)
     lens: Any = {"q_lens": q_lens, "context_lens": context_lens}
     with live:
         state = attend_latent_prompt(
@@ -217,10 +190,9 @@ def test_room_for_parts_follows_the_producer(monkeypatch: pytest.MonkeyPatch) ->
 
     def cuts(nope: int = 128, **options: Any) -> bool:
         device = SimpleNamespace(type="cuda")
-        fields: Any = {"shape": (16, nope + 128, 512), "device": device, "element_size": lambda: 2}
-        up = UpProjection(SimpleNamespace(**fields), nope)  # pyright: ignore[reportArgumentType]
+        given: Any = (16, 1, nope + 64, 128, torch.bfloat16, device, 576 * 2, 2 * 64)
         lens = PromptLens((8192,), (32768,))
-        return choose_workspace(up, 576, lens, 64, 256, **options).cuts_blocks
+        return choose_workspace(ExpandedKeys(*given), lens, 256, **options).cuts_blocks
 
     assert not cuts()
     assert cuts(fused_merge=False)
@@ -252,7 +224,7 @@ def test_layers_share_plans_on_a_gpu(
     up = random_up()
     up = up._replace(weight=up.weight.cuda().bfloat16())
     given: Any = {"q_lens": lens[0], "context_lens": lens[1]}
-    layout = make_prompt_layout(up, WIDTH, page_size=PAGE, **given)
+    layout = make_prompt_layout(up.expanded(WIDTH, PAGE), **given)
     for _ in range(2):
         q, rows, keys = random_prompt(*lens)
         tensors = (keys.cache.cuda().bfloat16(), keys.page_table.cuda(), keys.seq_lens.cuda())
@@ -315,7 +287,7 @@ def test_attention_is_called_as_often_as_memory_asks(
     weight = torch.empty(num_heads, 256, 512, dtype=torch.bfloat16, device="meta")
     up = UpProjection(weight, 128)
     lens: Any = {"q_lens": q_lens, "context_lens": context_lens}
-    layout = make_prompt_layout(up, 576, **lens, page_size=64, max_workspace_mib=budget)
+    layout = make_prompt_layout(up.expanded(576, 64), **lens, max_workspace_mib=budget)
     calls = sum(len(piece.calls) for piece in layout.pieces) * num_heads // layout.num_heads
     expanded = (sum(q_lens) + sum(context_lens)) * num_heads * (192 + 128) * 2
     assert calls <= 2.2 * expanded / (budget * MIB) + 1
@@ -324,7 +296,7 @@ def test_attention_is_called_as_often_as_memory_asks(
 def test_a_layout_is_for_its_lengths() -> None:
     up = random_up()
     q, rows, keys = random_prompt([30], [50])
-    layout = make_prompt_layout(up, WIDTH, q_lens=[30], context_lens=[50], page_size=PAGE)
+    layout = make_prompt_layout(up.expanded(WIDTH, PAGE), q_lens=[30], context_lens=[50])
     options: Any = {"context_lens": [50], "scale": SCALE}
     found = attend_latent_prompt(q, rows, keys, up, q_lens=[30], **options, layout=layout)
     wanted = attend_latent_prompt(q, rows, keys, up, q_lens=[30], **options)
@@ -335,15 +307,16 @@ def test_a_layout_is_for_its_lengths() -> None:
 
 def test_a_budget_too_small_for_a_piece_is_refused() -> None:
     up = UpProjection(torch.empty(128, 256, 512, device="meta"), 128)
+    expanded = up.expanded(576, 64)
     message = f"max_workspace_mib 0.5 is too small for one head of {MIN_PIECE} keys, which needs"
     with pytest.raises(ValueError, match=message) as error:
-        check_workspace(up, 576, 0.5)
+        check_workspace(expanded, 0.5)
     needed = 1.005 * float(str(error.value).split()[-1])  # it is written in three digits
-    check_workspace(up, 576, needed)
-    lens: Any = {"q_lens": [5000], "context_lens": [5000], "page_size": 64}
-    assert make_prompt_layout(up, 576, **lens, max_workspace_mib=needed).num_heads == 1
+    check_workspace(expanded, needed)
+    lens: Any = {"q_lens": [5000], "context_lens": [5000]}
+    assert make_prompt_layout(expanded, **lens, max_workspace_mib=needed).num_heads == 1
     with pytest.raises(ValueError, match=message):
-        make_prompt_layout(up, 576, **lens, max_workspace_mib=0.5)
+        make_prompt_layout(expanded, **lens, max_workspace_mib=0.5)
 
 
 @pytest.mark.parametrize(

@@ -292,7 +292,7 @@ def items_of_workers(
     k_lens: tuple[int, ...], aligned_growth: int, num_workers: int
 ) -> list[list[tuple[int, int]]]:
     """(sequence, tiles) of the items of every worker, decode with 64 heads."""
-    tiles = LatentTiles(least_share=1, aligned_growth=aligned_growth)
+    tiles = LatentTiles(least_share=1, aligned_growth=aligned_growth, merge_price=2)
     constants = latent_constants(
         tiles, causal=True, num_heads=64, page_size=64, num_programs=num_workers
     )
@@ -308,6 +308,8 @@ def test_a_worker_stays_in_one_block_if_shares_grow_little() -> None:
     uneven = (9 * 128, 0, 3 * 128 - 5, 6 * 128)
     aligned = [[(0, 3)]] * 3 + [[(2, 3)]] + [[(3, 3)]] * 2
     assert items_of_workers(uneven, 12, 6) == aligned
-    # Shares of 8 instead of 6 would grow too much, and three blocks are too many for two workers.
-    assert any(len(items) == 2 for items in items_of_workers(two_of_eight, 12, 3))
+    # Two tiles more are taken whatever their percentage; 16 instead of 12 would grow too much, and
+    # three blocks are too many for two workers.
+    assert items_of_workers(two_of_eight, 12, 3) == [[(0, 8)], [(1, 8)], []]
+    assert any(len(items) == 2 for items in items_of_workers((16 * 128,) * 2, 12, 3))
     assert all(len(items) == 2 for items in items_of_workers((16 * 128,) * 3, 12, 2))

@@ -234,8 +234,8 @@ def assert_right(
     """
     assert state.out.dtype == q.dtype
     expected = expected or reference.attend(q, keys, **options)
-    expected = AttentionState(*(x.cpu() for x in expected))
-    by_torch = AttentionState(*(x.cpu() for x in torch_attention(q, keys, options)))
+    expected = AttentionState(*(x.to(q.device) for x in expected))
+    by_torch = torch_attention(q, keys, options)
     rounding = score_rounding(q, keys, options["scale"])
     highest_value = largest(gathered(keys, 1))
     eps = torch.finfo(q.dtype).eps

@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from importlib import import_module
 from io import StringIO
@@ -53,6 +53,9 @@ from anabranch.kernels.layers.expert_config import (
 from anabranch.kernels.layers.expert_order import order_experts
 from anabranch.kernels.layers.expert_product import gate_experts, project_experts
 from anabranch.kernels.layers.expert_sum import sum_experts
+from anabranch.kernels.layers.quantised_config import CodeConstants, RowsConfig, every_rows_config
+from anabranch.kernels.layers.quantised_product import CodeArguments
+from anabranch.kernels.layers.quantised_rows import quantised_rows
 from anabranch.kernels.list_config import select_lists
 from anabranch.kernels.load.arguments import Rows, box_keys
 from anabranch.kernels.load.key_pairs import in_pairs
@@ -614,6 +617,40 @@ def expert_product_cases(shared_memory: int) -> Iterator[Case]:
     yield "odd widths", partial(launch, few, HALF, 1000, 904, True)
 
 
+def quantised_rows_cases(shared_memory: int) -> Iterator[Case]:
+    """Every configuration of every format; gates and zeros of those that have them."""
+    hopper, packed = shared_memory >= 227 * 1024, shared_memory > 64 * 1024  # NVIDIA's instructions
+
+    def launch(
+        config: RowsConfig, constants: CodeConstants, dtype: torch.dtype, *, gated: bool = False
+    ) -> None:
+        m, n, k = config.block_m, 4096, 4096
+        words = meta(n, k // constants.parts, dtype=torch.int16)
+        scales = meta(-(-k // constants.group_k), n // constants.group_n, dtype=BRAIN)
+        zeros = scales.to(HALF if constants.short else torch.int8) if dtype == HALF else None
+        x, y = meta(m, k, dtype=dtype), meta(m, n // 2 if gated else n, dtype=dtype)
+        given = x, CodeArguments(words, scales, zeros), None, y, constants
+        quantised_rows(*given, replace(config, overlap=hopper), gated=gated)
+
+    formats = {
+        "fp8": CodeConstants("fp8", 1, 4096, packed),
+        "fp8 in blocks": CodeConstants("fp8", 128, 128, packed),
+        "int8": CodeConstants("int8", 1, 4096, packed),
+        "int8 in groups of 32": CodeConstants("int8", 1, 32, packed),
+        "int4": CodeConstants("int4", 1, 128, packed),
+        "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
+    }
+    for kind, constants in formats.items():
+        for config in every_rows_config(constants):
+            name = f"{config.block_m} x {config.block_n}, {config.runs} runs, {kind}"
+            case = partial(launch, config, constants)
+            yield name, partial(case, BRAIN)
+            if constants.kind == "int4":
+                yield f"{name} gated", partial(case, BRAIN, gated=True)
+            if constants.kind == "int4" or constants.short:
+                yield f"{name} zeros float16", partial(case, HALF)
+
+
 KERNELS = "anabranch.kernels"
 CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{KERNELS}.gluon.kernel": gluon_cases,
@@ -622,6 +659,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{KERNELS}.layers.expert_product": expert_product_cases,
     f"{KERNELS}.layers.expert_sum": expert_sum_cases,
     f"{KERNELS}.layers.hopper_experts": hopper_expert_cases,
+    f"{KERNELS}.layers.quantised_rows": quantised_rows_cases,
     f"{KERNELS}.parts.merge_items": merge_items_cases,
     f"{KERNELS}.parts.merge_parts": merge_parts_cases,
     f"{KERNELS}.schedule.order": order_cases,

@@ -24,8 +24,9 @@ def random_rows(name: str, n: int, k: int, seed: int = 0) -> tuple[Any, torch.Te
         )
         return numbers.view(torch.uint8).numpy(), numbers.float()
     blocks = draw.integers(0, 256, (n, k // kind.span, kind.block_bytes), dtype=np.uint8)
+    size = 3e-4 if name.endswith("_K") else 0.01  # sub-scales are up to 63 or 127
     for start in SCALES.get(name, (0, 2) if name in TWO_HALVES else (0,)):
-        halves = (draw.standard_normal(blocks.shape[:2]) * 0.01).astype(np.float16)
+        halves = (draw.standard_normal(blocks.shape[:2]) * size).astype(np.float16)
         blocks[..., start : start + 2] = halves[..., None].view(np.uint8)
     rows = blocks.reshape(n, -1)
     values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType[name])

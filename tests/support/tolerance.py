@@ -17,7 +17,7 @@ def assert_state_close(
     """
     assert actual.lse.dtype == torch.float32
     expected64, torch_state, actual = (
-        AttentionState(*(x.detach().cpu() for x in state))
+        AttentionState(*(x.detach().to(actual.out.device) for x in state))
         for state in (expected64, torch_state, actual)
     )
     assert_same_infinities(actual.lse, expected64.lse)

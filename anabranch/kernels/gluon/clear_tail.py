@@ -5,6 +5,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from anabranch.kernels.gluon.barriers import BOTH_CONSUMERS, CONSUMERS_MEET, bar_sync
+from anabranch.kernels.gluon.versions import BARRIER_AFTER_CLEARING, thread_barrier
 
 
 @gluon.jit
@@ -30,3 +31,5 @@ def clear_tail(v, done, valid, C: gl.constexpr, WG: gl.constexpr):
             clear_rows(v.rest.index(slot), valid, C, WG)
         fence_async_shared()
         bar_sync(CONSUMERS_MEET, BOTH_CONSUMERS)
+        if BARRIER_AFTER_CLEARING:
+            thread_barrier()

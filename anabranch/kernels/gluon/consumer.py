@@ -66,10 +66,12 @@ def consume(q, k, v, staging, queue, given, C: gl.constexpr, WG: gl.constexpr):
         sight = Sight(tokens, tree_rows, given.tree_width, block)
 
         mbarrier.wait(q.full.index(WG), taken & 1)
-        if C.q_in_registers:
-            q_main = q.main.index(WG).load(gl.DotOperandLayout(0, score_layout, 2))
-        else:
-            q_main = 0
+        q_main = 0
+        if C.q_columns:
+            queries = q.main.index(WG)
+            if C.q_columns < C.dk_main:
+                queries = queries.slice(0, C.q_columns, 1)
+            q_main = queries.load(gl.DotOperandLayout(0, score_layout, 2))
         weights, peak = first_weights(q, q_main, k, done, last_tile, sight, rules, C, WG)
         # Not before the scores: loads from shared memory that a barrier follows may still be on
         # their way, and the next copy would overtake them.

@@ -15,7 +15,7 @@ from anabranch.state import AttentionState
 
 __all__ = ["attend", "fill_plan", "lay_out", "prefers", "refusal"]
 MIN_PAGE = 16  # keys; a box for each page of a smaller one would be slower than Triton's loads
-MIN_WIDE_ROWS = 16  # the same for heads of more than 128
+MIN_WIDE_ROWS = 4  # the same for heads of more than 128
 MIXED_ROWS = {64: 1024, 256: 128}  # of prompts and decodes together, by head dim
 MIN_ROWS = 24  # query rows of a sequence on average; for fewer, Triton's narrow tiles are faster
 
@@ -27,7 +27,9 @@ def prefers(call: AttendCall, options: PlanOptions) -> bool:
     8 x 8192 73.2 and 79.0; 4 queries, 64/8 heads, 16 x 8192 131 and 147; 16 queries, 8 x 8192 77.2
     and 91.8; 6 queries (24 rows), 4 x 16384 72.1 and 77.5, 12 queries, 32/16 heads, 37 x 115 22.5
     and 24.8. But 3 queries, 64/8 heads, 8 x 259 10.4 and 10.0.
-    Heads of 256: 12 queries, 8/4 heads (24 rows), 3 x 844 to 2228: 25.6 and 33.1.
+    Heads of 256: 12 queries, 8/4 heads (24 rows), 3 x 844 to 2228: 25.6 and 33.1; 4 queries, 16/8
+    heads, 1 x 1419 15.6 and 18.6, 8 x 4000 72.9 and 73.5; 8 queries, 4/2 heads, 64 x 3000 97.4 and
+    104.9, 8/4 heads, 8 x 3000 37.6 and 36.3. But 1 query, 16/8 heads, 2 x 4000 28.0 and 25.6.
     Tokens that do not divide evenly among sequences are taken for prompts beside decodes: there the
     average says nothing. 512 tokens at 4608 keys beside 128 decodes at 2048: 301 and 512. Where all
     rows together are few, as of 65 tokens beside 3 decodes, 16/2 heads of 64: 10.4 and 6.5; 44

@@ -28,7 +28,9 @@ class LatentTiles:
     # times that a worker at its end looks whether all parts are there. 1 x 8192: 26.8 us, 58.1 at 0
     merge_patience: int = 64
     block_price: int = 1  # beginning a block takes as long as this many tiles,
-    merge_price: int = 2  # and a merge as long as this many. 128 x 4096: 248.6 us, 276.4 at 1
+    # and leaving two parts and merging them as many. 84 x 588, 128 heads: 51 us whole, 71 cut into
+    # parts (at 2); 4 tokens, 35 x 868, 32 heads: 34 and 48; FlashMLA 66 and 43
+    merge_price: int = 6
     part_tiles: int = 8  # tiles of a part, where parts are cut at fixed boundaries
     consumer_registers: int = 240
     producer_registers: int = 24

@@ -23,6 +23,8 @@ COLUMNS = gl.constexpr(256)  # of a consumer
 TURN = gl.constexpr(1 << 16)
 # A turn has many rows of few parts or few rows of many: enough loads under way either way, and
 # about as many turns as there are workers.
+TWO_PARTS = gl.constexpr(2)
+ROWS_OF_TWO = gl.constexpr(32)
 FEW_PARTS = gl.constexpr(4)
 ROWS_OF_FEW = gl.constexpr(16)
 ROWS_OF_MANY = gl.constexpr(4)
@@ -87,7 +89,9 @@ def leave_latent_part(
         present = count_at(counter, 0) % TURN
         patience -= 1
     if present == num_parts:
-        if num_parts <= FEW_PARTS:
+        if num_parts == TWO_PARTS:
+            take_turns(counter, left, ended, given.results, C, HALF, ROWS_OF_TWO, TWO_PARTS)
+        elif num_parts <= FEW_PARTS:
             take_turns(counter, left, ended, given.results, C, HALF, ROWS_OF_FEW, FEW_PARTS)
         else:
             BATCH: gl.constexpr = C.tiles.merge_batch

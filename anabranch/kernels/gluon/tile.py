@@ -29,11 +29,19 @@ def issue_scores(q, q_main, k, slot, zero, C: gl.constexpr, WG: gl.constexpr):
     BLOCK_N: gl.constexpr = C.block_n
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     scores = gl.zeros([64, BLOCK_N], gl.float32, layout)
-    keys = k.main.index(slot).permute((1, 0))
-    if C.q_in_registers:
-        scores = warpgroup_mma(q_main, keys, scores, use_acc=False, is_async=True)
-    else:
-        scores = warpgroup_mma(q.main.index(WG + zero), keys, scores, use_acc=False, is_async=True)
+    keys = k.main.index(slot)
+    FIRST: gl.constexpr = C.q_columns
+    OTHERS: gl.constexpr = C.dk_main - FIRST
+    if OTHERS:  # before the others, whose registers 3.9 copies: the copies wait for nothing then
+        queries, their_keys = q.main.index(WG + zero), keys
+        if FIRST:
+            queries, their_keys = queries.slice(FIRST, OTHERS, 1), keys.slice(FIRST, OTHERS, 1)
+            keys = keys.slice(0, FIRST, 1)
+        their_keys = their_keys.permute((1, 0))
+        scores = warpgroup_mma(queries, their_keys, scores, use_acc=False, is_async=True)
+    if FIRST:
+        keys = keys.permute((1, 0))
+        scores = warpgroup_mma(q_main, keys, scores, use_acc=OTHERS > 0, is_async=True)
     if C.dk_rest:
         rest = k.rest.index(slot).permute((1, 0))
         scores = warpgroup_mma(q.rest.index(WG + zero), rest, scores, is_async=True)

@@ -22,3 +22,10 @@ load_shared = getattr(
 # instructions then move registers to local memory and back. Without the limit none does where no
 # key is masked, as with ptxas 12.
 FULL_REGISTERS = since({(3, 6): {}, (3, 9): {"ptx_options": "--regAllocOptLevel=4"}})
+
+# Whether threads meet once more after they cleared the values past the end of a sequence. From 3.8
+# on, where queries are in registers, the compiler sees no barrier between that and the loop over
+# tiles, and puts one into it, before the product with values: all warps then wait for each other
+# between the two products of a tile. With this one it stays where 3.6 has it, after the
+# exponentials.
+BARRIER_AFTER_CLEARING = gl.constexpr(since({(3, 6): False, (3, 8): True}))

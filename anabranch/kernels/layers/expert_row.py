@@ -1,4 +1,4 @@
-"""The chosen experts of one token: bound by reading their weights.
+"""The chosen experts of one token: bound by reading their weights, numbers or words of codes.
 
 Each expert has one row, so nothing is put in order. A program owns a few outputs and reads their
 weights straight into registers; the second product also adds up the experts.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,34 +17,53 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
 from anabranch.kernels.layers.linear import load_weights
+from anabranch.kernels.layers.quantised_config import CodeConstants
+from anabranch.kernels.layers.widen_codes import widen_codes
 from anabranch.launches.recorder import launch
 
 BLOCK_N = 4  # rows of a weight that a program reads at once,
-BLOCK_K = 2048  # and columns of them, or half as many
+BLOCK_K = 2048  # and columns of them, or half as many; of codes, words
 NUM_WARPS = 4
+
+
+class ExpertWeight(NamedTuple):
+    """Numbers [num_experts, n, k], contiguous; or words of the codes of all, with their groups."""
+
+    w: torch.Tensor  # or int16 [num_experts * n, runs * words of a run]
+    scales: torch.Tensor | None = None  # [column groups, row groups]
+    zeros: torch.Tensor | None = None  # the same shape
+
+    @property
+    def strides(self) -> tuple[int, int]:
+        """Elements of a row, and row groups."""
+        return self.w.shape[-1], 0 if self.scales is None else self.scales.stride(0)
 
 
 def gate_row(
     x: torch.Tensor,  # [k], contiguous
-    w: torch.Tensor,  # [num_experts, 2 n, k], contiguous: gate before up
+    weight: ExpertWeight,  # of [num_experts, 2 n, k]: gate before up
     experts: torch.Tensor,  # integer [top_k], contiguous
     y: torch.Tensor,  # [top_k, n], contiguous
+    constants: CodeConstants | None = None,  # of codes
     *,
     overlap: bool,
 ) -> None:
     """Write silu(gate) * up of the token for each of its experts."""
-    (k,), (top_k, n) = x.shape, y.shape
+    (k,), (top_k, n), width = x.shape, y.shape, weight.w.shape[-1]
     launch(
         gate_row_kernel,
         (triton.cdiv(n, BLOCK_N // 2), top_k),
         x,
-        w,
+        weight,
         experts,
         y,
+        weight.strides,
         n,
         K=k,
+        WIDTH=width,
+        C=constants,
         BLOCK_N=BLOCK_N,
-        BLOCK_K=_block_k(k),
+        BLOCK_K=_block_k(width),
         OVERLAP=overlap,
         num_warps=NUM_WARPS,
         **({"launch_pdl": True} if overlap else {}),
@@ -52,28 +72,32 @@ def gate_row(
 
 def project_row(
     x: torch.Tensor,  # [top_k, k], contiguous
-    w: torch.Tensor,  # [num_experts, n, k], contiguous
+    weight: ExpertWeight,  # of [num_experts, n, k]
     experts: torch.Tensor,  # integer [top_k], contiguous
     weights: torch.Tensor,  # [top_k], contiguous
     y: torch.Tensor,  # [n], contiguous
+    constants: CodeConstants | None = None,  # of codes
     *,
     overlap: bool,
 ) -> None:
     """Write the weighted sum of the products of the token's experts."""
-    (top_k, k), (n,) = x.shape, y.shape
+    (top_k, k), (n,), width = x.shape, y.shape, weight.w.shape[-1]
     launch(
         project_row_kernel,
         (triton.cdiv(n, BLOCK_N),),
         x,
-        w,
+        weight,
         experts,
         weights,
         y,
+        weight.strides,
         n,
         K=k,
+        WIDTH=width,
+        C=constants,
         TOP_K=top_k,
         BLOCK_N=BLOCK_N,
-        BLOCK_K=_block_k(k),
+        BLOCK_K=_block_k(width),
         OVERLAP=overlap,
         num_warps=NUM_WARPS,
         **({"launch_pdl": True} if overlap else {}),
@@ -88,35 +112,74 @@ def _block_k(k: int) -> int:
 
 def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
     """Launches of both products on meta tensors."""
+    new, overlap = partial(torch.empty, device="meta"), shared_bytes >= 227 * 1024
+    brain, packed = torch.bfloat16, shared_bytes > 64 * 1024  # NVIDIA's instructions
+    k, n, top_k = 2048, 1408, 6
 
-    def launch_case() -> None:
-        k, n, top_k = 2048, 1408, 6
-        new = partial(torch.empty, dtype=torch.bfloat16, device="meta")
-        experts = torch.empty(top_k, dtype=torch.int32, device="meta")
-        overlap = shared_bytes >= 227 * 1024
-        gate_row(new(k), new(64, 2 * n, k), experts, new(top_k, n), overlap=overlap)
-        weights = torch.empty(top_k, device="meta")
-        project_row(new(top_k, n), new(64, k, n), experts, weights, new(k), overlap=overlap)
+    def weight(rows: int, columns: int, constants: CodeConstants | None) -> ExpertWeight:
+        if constants is None:
+            return ExpertWeight(new(64, rows, columns, dtype=brain))
+        width = -(-columns // constants.run) * constants.words
+        scales = new(-(-columns // constants.group_k), 64 * rows // constants.group_n)
+        zeros = scales.half() if constants.short else None
+        return ExpertWeight(new(64 * rows, width, dtype=torch.int16), scales, zeros)
 
-    yield "6 experts", launch_case
+    def launch_case(constants: CodeConstants | None) -> None:
+        experts, weights = new(top_k, dtype=torch.int32), new(top_k)
+        x, inner = new(k, dtype=brain), new(top_k, n, dtype=brain)
+        gate_row(x, weight(2 * n, k, constants), experts, inner, constants, overlap=overlap)
+        given = inner, weight(k, n, constants), experts, weights, x, constants
+        project_row(*given, overlap=overlap)
+
+    yield "6 experts", partial(launch_case, None)
+    yield "fp8 in blocks", partial(launch_case, CodeConstants("fp8", 128, 128, packed))
+    yield "fp8", partial(launch_case, CodeConstants("fp8", 1, 2048, packed))
+    yield "int4 in groups of 32", partial(launch_case, CodeConstants("int4", 1, 32, packed))
 
 
 @triton.jit
-def add_products(x_ptr, w, first, dims, scale, sums, K: tl.constexpr, VECTOR: tl.constexpr):
-    """Add the products of x's columns with a tile, VECTOR of which meet in one sum."""
-    x = tl.load(x_ptr + first + dims, first + dims < K, other=0.0).to(tl.float32) * scale
-    products = w.to(tl.float32) * x[None, :]
-    return sums + tl.sum(tl.reshape(products, [sums.shape[0], sums.shape[1], VECTOR]), 2)
+def add_products(
+    x_ptr, weight, w, rows, stride, first, dims, factor, sums, K: tl.constexpr, C: tl.constexpr
+):
+    """Add the products of x's columns times a factor with a tile; several meet in one sum."""
+    VECTOR: tl.constexpr = dims.shape[0] // sums.shape[1]
+    if C is None:
+        x = tl.load(x_ptr + first + dims, first + dims < K, other=0.0).to(tl.float32) * factor
+        products = w.to(tl.float32) * x[None, :]
+        sums += tl.sum(tl.reshape(products, [sums.shape[0], sums.shape[1], VECTOR]), 2)
+    else:
+        none = tl.full([sums.shape[0], 1], C.zero, tl.float32)
+        parts = widen_codes(w, none, x_ptr.dtype.element_ty, C)
+        firsts = tl.arange(0, sums.shape[1]) * VECTOR
+        firsts = first * C.parts + firsts // C.words * C.run + firsts % C.words
+        columns = first * C.parts + dims // C.words * C.run + dims % C.words
+        groups = (rows // C.group_n)[:, None]
+        PARTS: tl.constexpr = C.parts
+        for part in tl.static_range(PARTS):
+            own = columns + part * C.words
+            x = tl.load(x_ptr + own, own < K, other=0.0).to(tl.float32) * factor
+            products = parts[part].to(tl.float32) * x[None, :]
+            products = tl.sum(tl.reshape(products, [sums.shape[0], sums.shape[1], VECTOR]), 2)
+            places = tl.minimum(firsts + part * C.words, K - 1) // C.group_k
+            places = places.to(tl.int64)[None, :] * stride + groups
+            if weight.zeros is not None:
+                zeros = tl.load(weight.zeros + places).to(tl.float32) - C.zero
+                products -= zeros * tl.sum(tl.reshape(x, [1, sums.shape[1], VECTOR]), 2)
+            sums += products * tl.load(weight.scales + places).to(tl.float32)
+    return sums
 
 
 @triton.jit(do_not_specialize=["n"])
 def gate_row_kernel(
     x_ptr,  # [K]
-    w_ptr,  # [num_experts, 2 n, K]
+    weight,  # ExpertWeight, of [num_experts, 2 n, K]
     experts_ptr,  # [top_k]
     y_ptr,  # [top_k, n]
+    strides,  # of rows and column groups
     n,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a row: K, or words
+    C: tl.constexpr,  # CodeConstants; None: numbers
     BLOCK_N: tl.constexpr,  # pairs of rows make an output
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
@@ -130,16 +193,17 @@ def gate_row_kernel(
     expert = tl.load(experts_ptr + choice).to(tl.int64)
     rows = tl.arange(0, BLOCK_N)
     rows = tl.minimum(tl.program_id(0) * OUTPUTS + rows // 2, n - 1) + rows % 2 * n
+    rows += expert * 2 * n
     dims = tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + (expert * 2 * n + rows)[:, None] * K + dims[None, :]
+    w_ptrs = weight.w + rows[:, None] * WIDTH + dims[None, :]
 
-    w = load_weights(w_ptrs, 0, dims, K, BLOCK_K)
+    w = load_weights(w_ptrs, 0, dims, WIDTH, BLOCK_K)
     sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
-    for first in range(0, K, BLOCK_K):
+    for first in range(0, WIDTH, BLOCK_K):
         following = w
-        if first + BLOCK_K < K:
-            following = load_weights(w_ptrs, first + BLOCK_K, dims, K, BLOCK_K)
-        sums = add_products(x_ptr, w, first, dims, 1.0, sums, K, VECTOR)
+        if first + BLOCK_K < WIDTH:
+            following = load_weights(w_ptrs, first + BLOCK_K, dims, WIDTH, BLOCK_K)
+        sums = add_products(x_ptr, weight, w, rows, strides[1], first, dims, 1.0, sums, K, C)
         w = following
     gate, up = tl.split(tl.reshape(tl.sum(sums, 1), [OUTPUTS, 2]))
     y = gate / (1.0 + tl.exp(-gate)) * up
@@ -150,40 +214,43 @@ def gate_row_kernel(
 @triton.jit(do_not_specialize=["n"])
 def project_row_kernel(
     x_ptr,  # [TOP_K, K]
-    w_ptr,  # [num_experts, n, K]
+    weight,  # ExpertWeight, of [num_experts, n, K]
     experts_ptr,  # [TOP_K]
     weights_ptr,  # [TOP_K]
     y_ptr,  # [n]
+    strides,  # of rows and column groups
     n,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,  # of a row: K, or words
+    C: tl.constexpr,  # CodeConstants; None: numbers
     TOP_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     OVERLAP: tl.constexpr,
     VECTOR: tl.constexpr = 8,
 ):
-    TILES: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K  # of one expert
+    TILES: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K  # of one expert
     if OVERLAP:
         gdc_wait()
         gdc_launch_dependents()
     outputs = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.minimum(outputs, n - 1).to(tl.int64)
     dims = tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + rows[:, None] * K + dims[None, :]
+    w_ptrs = weight.w + rows[:, None] * WIDTH + dims[None, :]
 
     expert = tl.load(experts_ptr).to(tl.int64)
-    w = load_weights(w_ptrs + expert * n * K, 0, dims, K, BLOCK_K)
+    w = load_weights(w_ptrs + expert * n * WIDTH, 0, dims, WIDTH, BLOCK_K)
     sums = tl.zeros([BLOCK_N, BLOCK_K // VECTOR], tl.float32)
     for tile in range(TOP_K * TILES):
-        following = w
+        own, following = expert * n + rows, w
         if tile + 1 < TOP_K * TILES:
             expert = tl.load(experts_ptr + (tile + 1) // TILES).to(tl.int64)
             first = (tile + 1) % TILES * BLOCK_K
-            following = load_weights(w_ptrs + expert * n * K, first, dims, K, BLOCK_K)
+            following = load_weights(w_ptrs + expert * n * WIDTH, first, dims, WIDTH, BLOCK_K)
         choice = tile // TILES
-        weight = tl.load(weights_ptr + choice).to(tl.float32)
-        first = tile % TILES * BLOCK_K
-        sums = add_products(x_ptr + choice * K, w, first, dims, weight, sums, K, VECTOR)
+        factor = tl.load(weights_ptr + choice).to(tl.float32)
+        first, x_ptrs = tile % TILES * BLOCK_K, x_ptr + choice * K
+        sums = add_products(x_ptrs, weight, w, own, strides[1], first, dims, factor, sums, K, C)
         w = following
     y = tl.sum(sums, 1)
     tl.store(y_ptr + outputs, y.to(y_ptr.dtype.element_ty), outputs < n)

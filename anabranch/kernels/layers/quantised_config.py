@@ -154,6 +154,29 @@ def every_config(*tiles: RowTiles) -> list[QuantisedConfig]:
     return list(dict.fromkeys(found))
 
 
+# For up to so many rows of an expert, on average; not measured. Short groups have products of their
+# own, for which 128 rows leave no registers.
+CODE_EXPERTS = (
+    QuantisedConfig(16, 128, 4, 4, overlap=False),
+    QuantisedConfig(64, 128, 8, 4, overlap=False),
+    QuantisedConfig(128, 128, 8, 3, overlap=False),
+)
+
+
+def select_code_experts(
+    constants: CodeConstants, num_rows: int, num_experts: int
+) -> QuantisedConfig:
+    """Tiles for rows that are spread over experts."""
+    tiles = every_code_experts(constants)
+    fitting = [config for config in tiles if num_rows <= config.block_m * num_experts]
+    return (fitting or tiles[-1:])[0]
+
+
+def every_code_experts(constants: CodeConstants) -> list[QuantisedConfig]:
+    """All that are ever selected for a format."""
+    return list(CODE_EXPERTS[:-1] if constants.short else CODE_EXPERTS)
+
+
 @dataclass(frozen=True, slots=True)
 class RowsConfig:
     """A program owns `block_m` rows and `block_n` outputs; its warps share runs of columns."""

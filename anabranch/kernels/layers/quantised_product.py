@@ -94,11 +94,16 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
         "int8": CodeConstants("int8", 1, 4096, packed),
         "int4": CodeConstants("int4", 1, 128, packed),
         "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
+        "int8 in groups of 16": CodeConstants("int8", 1, 16, packed),
     }
     for kind, constants in formats.items():
         for config in every_config(*code_tiles(constants)):
             name = f"{config.block_m} rows, {config.block_n} outputs, {config.splits} splits"
             yield f"{name}, {kind}", partial(launch_case, config, constants, torch.bfloat16, False)
+    wide = every_config(*code_tiles(formats["int4 in groups of 32"]))[-1]
+    for kind in ("int4 in groups of 32", "int8 in groups of 16"):
+        case = partial(launch_case, wide, formats[kind], torch.bfloat16, True)
+        yield f"{kind} float zeros", case
     for kind in ("fp8", "int4", "int4 in groups of 32"):
         config = every_config(*code_tiles(formats[kind]))[0]
         case = partial(launch_case, config, formats[kind], torch.float16, kind != "fp8")
@@ -148,6 +153,52 @@ def add_groups(
         products = tl.zeros_like(sums)
         products = add_part(w, x_ptrs, inside, first + part * C.words, products, K, C)
         sums += products * tl.load(weight.scales + places).to(tl.float32)[:, None]
+    return sums
+
+
+@triton.jit
+def load_first(weight, groups, run, stride, C: tl.constexpr):
+    """Scales and zeros of the outputs for the first run that is multiplied."""
+    scales = load_group(weight.scales + groups, run, stride, C)
+    if weight.zeros is not None:
+        return scales, load_group(weight.zeros + groups, run, stride, C)
+    else:
+        return scales, tl.full(groups.shape, C.zero, tl.float32)
+
+
+@triton.jit
+def sum_runs(
+    word_ptrs, weight, groups, stride, first, x_ptrs, inside, runs, K: tl.constexpr, C: tl.constexpr
+):
+    """Products of outputs with rows [outputs, rows] over runs [begin, end) from a shift on."""
+    begin, end, shift = runs
+    scales, zeros = first
+    GROUPED: tl.constexpr = C.group_k < K and not C.short
+    sums = tl.zeros([word_ptrs.shape[0], x_ptrs.shape[1]], tl.float32)
+    for step in range(begin, end):
+        run = step + shift
+        run = tl.where(run >= end, run - (end - begin), run)
+        following, following_zeros = scales, zeros
+        if GROUPED:  # on their way while this run is multiplied
+            after = tl.where(run + 1 == end, begin, run + 1)
+            following = load_group(weight.scales + groups, after, stride, C)
+            if weight.zeros is not None:
+                following_zeros = load_group(weight.zeros + groups, after, stride, C)
+        words = tl.load(word_ptrs + run * C.words, eviction_policy="evict_first")
+        offset = zeros.to(tl.float32)[:, None]
+        if C.short:
+            sums = add_groups(
+                words, weight, groups, stride, x_ptrs, inside, run * C.run, sums, K, C
+            )
+        elif GROUPED:
+            products = tl.zeros_like(sums)
+            products = add_run(words, offset, x_ptrs, inside, run * C.run, products, K, C)
+            sums += products * scales.to(tl.float32)[:, None]
+        else:
+            sums = add_run(words, offset, x_ptrs, inside, run * C.run, sums, K, C)
+        scales, zeros = following, following_zeros
+    if C.group_k >= K:
+        sums *= scales.to(tl.float32)[:, None]
     return sums
 
 
@@ -211,46 +262,17 @@ def quantised_product_kernel(
     x_ptrs = x_ptr + rows.to(tl.int64)[None, :] * x_stride + dims[:, None]
     word_ptrs = weight.words + own.to(tl.int64)[:, None] * words_stride + dims[None, :]
     groups = own // C.group_n
-    GROUPED: tl.constexpr = C.group_k < K and not C.short
     NUM_RUNS: tl.constexpr = (K + C.run - 1) // C.run
     begin = tl.program_id(2) * NUM_RUNS // tl.num_programs(2)
     end = (tl.program_id(2) + 1) * NUM_RUNS // tl.num_programs(2)
     # Programs begin at different columns: few rows lie in few lines of the cache, which all would
     # read at once. One row, 28672 x 4096 in fp8: 48.8 us against 52.6.
-    count = end - begin
-    shift = tl.program_id(0) % tl.maximum(count, 1)
-    scales = load_group(weight.scales + groups, begin + shift, scales_stride, C)
-    zeros = tl.full([BLOCK_N], C.zero, tl.float32)
-    if weight.zeros is not None:
-        zeros = load_group(weight.zeros + groups, begin + shift, scales_stride, C)
+    shift = tl.program_id(0) % tl.maximum(end - begin, 1)
+    first = load_first(weight, groups, begin + shift, scales_stride, C)
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
 
-    sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for step in range(begin, end):
-        run = step + shift
-        run = tl.where(run >= end, run - count, run)
-        following, following_zeros = scales, zeros
-        if GROUPED:  # on their way while this run is multiplied
-            after = tl.where(run + 1 == end, begin, run + 1)
-            following = load_group(weight.scales + groups, after, scales_stride, C)
-            if weight.zeros is not None:
-                following_zeros = load_group(weight.zeros + groups, after, scales_stride, C)
-        words = tl.load(word_ptrs + run * C.words, eviction_policy="evict_first")
-        offset = zeros.to(tl.float32)[:, None]
-        if C.short:
-            sums = add_groups(
-                words, weight, groups, scales_stride, x_ptrs, inside, run * C.run, sums, K, C
-            )
-        elif GROUPED:
-            none = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-            products = add_run(words, offset, x_ptrs, inside, run * C.run, none, K, C)
-            sums += products * scales.to(tl.float32)[:, None]
-        else:
-            sums = add_run(words, offset, x_ptrs, inside, run * C.run, sums, K, C)
-        scales, zeros = following, following_zeros
-    if C.group_k >= K:
-        sums *= scales.to(tl.float32)[:, None]
-
+    runs = begin, end, shift
+    sums = sum_runs(word_ptrs, weight, groups, scales_stride, first, x_ptrs, inside, runs, K, C)
     write_outputs(tl.trans(sums), rows, outputs, bias_ptr, y_ptr, sums_ptr, counters_ptr, m, n)

@@ -8,16 +8,12 @@ columns of a program's outputs, and add up at the end. Nothing goes through shar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from anabranch.kernels.layers.quantised_config import CodeConstants, RowsConfig, every_rows_config
+from anabranch.kernels.layers.quantised_config import CodeConstants, RowsConfig
 from anabranch.kernels.layers.quantised_product import CodeArguments
 from anabranch.kernels.layers.widen_codes import widen_codes
 from anabranch.launches.recorder import launch
@@ -57,41 +53,6 @@ def quantised_rows(
         num_stages=1,
         **({"launch_pdl": True} if config.overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors that cover the configurations and the formats."""
-    new = partial(torch.empty, device="meta")
-    hopper, packed = shared_bytes >= 227 * 1024, shared_bytes > 64 * 1024  # NVIDIA's instructions
-
-    def launch_case(
-        config: RowsConfig, constants: CodeConstants, dtype: torch.dtype, *, gated: bool = False
-    ) -> None:
-        config = replace(config, overlap=hopper)
-        m, n, k = config.block_m, 4096, 4096
-        words = new(n, k // constants.parts, dtype=torch.int16)
-        scales = new(-(-k // constants.group_k), n // constants.group_n, dtype=torch.bfloat16)
-        zeros = scales.to(torch.int8) if dtype == torch.float16 else None
-        x, y = new(m, k, dtype=dtype), new(m, n // 2 if gated else n, dtype=dtype)
-        weight = CodeArguments(words, scales, zeros)
-        quantised_rows(x, weight, None, y, constants, config, gated=gated)
-
-    formats = {
-        "fp8": CodeConstants("fp8", 1, 4096, packed),
-        "fp8 in blocks": CodeConstants("fp8", 128, 128, packed),
-        "int8": CodeConstants("int8", 1, 4096, packed),
-        "int8 in groups of 32": CodeConstants("int8", 1, 32, packed),
-        "int4": CodeConstants("int4", 1, 128, packed),
-        "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
-    }
-    for kind, constants in formats.items():
-        for config in every_rows_config(constants):
-            name = f"{config.block_m} x {config.block_n}, {config.runs} runs, {kind}"
-            case = partial(launch_case, config, constants)
-            yield name, partial(case, torch.bfloat16)
-            if constants.kind == "int4":
-                yield f"{name} gated", partial(case, torch.bfloat16, gated=True)
-                yield f"{name} zeros float16", partial(case, torch.float16)
 
 
 @triton.jit
@@ -209,6 +170,14 @@ def place_outputs(first, outputs, half, GATED: tl.constexpr, COUNT: tl.constexpr
         return first + outputs
 
 
+@triton.jit
+def gate_halves(sums):
+    """silu(gate) * up [outputs, rows], of gates before what they gate."""
+    halves = tl.reshape(sums, [2, sums.shape[0] // 2, sums.shape[1]])
+    gate, up = tl.split(tl.permute(halves, (1, 2, 0)))
+    return gate / (1.0 + tl.exp(-gate)) * up
+
+
 @triton.jit(do_not_specialize=["m", "n"])
 def quantised_rows_kernel(
     x_ptr,  # [m, K]
@@ -288,8 +257,7 @@ def quantised_rows_kernel(
 
     sums = tl.sum(sums, 0)
     if GATED:
-        gate, up = tl.split(tl.permute(tl.reshape(sums, [2, OUTPUTS, BLOCK_M]), (1, 2, 0)))
-        sums = gate / (1.0 + tl.exp(-gate)) * up
+        sums = gate_halves(sums)
     outputs = first_output + tl.arange(0, OUTPUTS)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + outputs, outputs < n, other=0.0)

@@ -39,8 +39,9 @@ def merge_items(
     # Few blocks are cut into many parts. 5 tokens, 64/8 heads, 1 x 8192 (16 parts): 21.4 us, 27.5
     # in tiles of 8 rows and 8 parts. 118 tokens, 32/16 heads, window 1024 (4 parts): the merge took
     # 10 us in tiles of 4 rows and 16 parts.
+    # Fixed parts are grouped in one way, whatever the batch, for equal bits.
     least_blocks = -(-num_rows // BLOCK_ROWS) * constants.num_packs
-    has_many = MANY_PARTS * least_blocks < constants.num_programs
+    has_many = MANY_PARTS * least_blocks < constants.num_programs or constants.fixed_parts
     tile = MergeTile(4, MERGE_BATCH) if has_many else MergeTile(8, 4)
     row_tiles = -(-min(num_rows, BLOCK_ROWS) // tile.rows)
     units = num_cut * constants.num_packs * row_tiles
@@ -112,7 +113,7 @@ def merge_tile(
             WIDTH,
             TILE.batch,
             C,
-            AT_ONCE=not C.fixed_parts,
+            AT_ONCE=True,
         )
         outs, lses = results.out, results.lse
         inside = is_row(rows, left, C)

@@ -5,6 +5,8 @@ import triton.language as tl
 
 from anabranch.kernels.schedule.walk import RECORD
 
+LEAST_GROWTH: tl.constexpr = tl.constexpr(2)  # units: what a second block and part cost a worker
+
 
 @triton.jit
 def tiles_of_blocks(blocks_ptr, num_blocks, CHUNK: tl.constexpr):
@@ -17,7 +19,7 @@ def tiles_of_blocks(blocks_ptr, num_blocks, CHUNK: tl.constexpr):
 def aligned_share(blocks_ptr, num_blocks, share, C: tl.constexpr, CHUNK: tl.constexpr):
     """The least share with which every worker stays in one block; 0 if it would grow too much."""
     num_tiles = tiles_of_blocks(blocks_ptr, num_blocks, CHUNK)
-    most = share + share * C.division.aligned_growth // 100
+    most = share + tl.maximum(share * C.division.aligned_growth // 100, LEAST_GROWTH)
     if tl.sum((num_tiles > 0).to(tl.int32)) > C.division.num_workers:
         most = 0  # no share is large enough
     step = tl.maximum(share // 64, 1)

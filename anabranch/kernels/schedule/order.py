@@ -61,7 +61,8 @@ def num_slots(num_seqs: int, num_tokens: int, capacity: int, constants: HopperCo
     if not has_parts(capacity, constants):
         return 0
     if not constants.fixed_parts:
-        return max(4 * constants.num_programs // constants.num_packs, 2)
+        parts = hopper_config.PARTS_A_PROGRAM * constants.num_programs
+        return max(parts // constants.num_packs, 2)
     blocks = num_blocks_bound(num_seqs, num_tokens, constants)
     short = min(blocks, num_seqs * triton.cdiv(WHOLE_ROWS.value, BLOCK_M.value))
     parts = triton.cdiv(capacity, FIXED_TILES.value * constants.block_n)

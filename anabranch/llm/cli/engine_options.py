@@ -34,7 +34,7 @@ class EngineOptions:
     device: str | None = option(None, "cuda or cpu; the GPU if there is one.")
     dtype: str | None = option(
         None,
-        "auto, unless given: 16 bits on a GPU; on a CPU float32, and for a .gguf file its own.",
+        "auto, unless given: 16 bits on a GPU, float32 on a CPU; a .gguf file stays quantised.",
         choices=DTYPES,
     )
     activations: str = option(
@@ -68,7 +68,9 @@ class EngineOptions:
         True, "Parts of attention may be merged inside its kernel; off, by a launch of their own."
     )
     max_workspace_mib: float = option(
-        256.0, "MiB for keys that a latent cache (DeepSeek) is expanded into, at a time.", above=0
+        256.0,
+        "MiB for keys that prompts over a latent (DeepSeek) or quantised cache expand at a time.",
+        above=0,
     )
     cascade: bool = option(
         True, "On a GPU, read pages once that sequences share, where that saves time."

@@ -179,7 +179,7 @@ class Admission:
     def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
         """Of a request, if it has one; `params` may not have been checked yet."""
         wanted: StructuredOutputs | None = getattr(params, "structured_outputs", None)
-        return None if wanted is None else self.grammars.compile(wanted)
+        return None if wanted is None else self.grammars.compile(wanted, params.n)
 
     def sequence(
         self, request_id: str, index: int, ids: list[int], params: SamplingParams, seed: int

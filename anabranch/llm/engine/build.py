@@ -81,7 +81,8 @@ def build(
         dealt = DealtPages(ranks, config.page_size)
     trees = speculative is not None and speculative.has_trees
     given = limits, unseen, scorer, fused, saturated, dealt, config.sparse
-    runner = _bind(target, layers, *given, trees=trees)
+    options: Any = {"trees": trees, "max_workspace_mib": config.max_workspace_mib}
+    runner = _bind(target, layers, *given, **options)
     if dealt is None:
         runner.choice.prefixes = shared_prefixes(config, limits, layers, device)
     rows = SamplingRows(limits.max_num_seqs, vocab_size(target))
@@ -89,7 +90,7 @@ def build(
     if draft is not None:
         scorer = Scorer.MULTI_QUERY
         sizes = limits, unseen, scorer, fused, saturated
-        drafter = _bind(draft, draft_layers, *sizes, trees=trees)
+        drafter = _bind(draft, draft_layers, *sizes, **options)
         width = speculative.tree_width if speculative else 1
         chain = make_chain(drafter, limits, unseen, rows, width)
     runners = [runner] if chain is None else [runner, chain.runner]
@@ -247,7 +248,8 @@ def _bind(
     dealt: DealtPages | None = None,
     sparse: SparseConfig | None = None,
     *,
-    trees: bool = False,
+    trees: bool,
+    max_workspace_mib: float,
 ) -> ModelRunner:
     shapes: list[LayerShape] = list(layers.values())
     sizes = (limits.num_pages, dealt.page_size if dealt else limits.page_size)
@@ -275,7 +277,7 @@ def _bind(
         scorer,
         fused_merge=fused_merge,
         dealt=dealt,
-        choice=StepChoice(sparse=chooser),
+        choice=StepChoice(sparse=chooser, max_workspace_mib=max_workspace_mib),
         trees=trees,
     )
 

@@ -87,7 +87,7 @@ class EngineConfig:
 
     model: str = "smollm2"  # or a directory, a .gguf file, a hub id, dummy:CONFIG
     device: str | None = None  # cpu or cuda; the best there is
-    dtype: str | None = None  # or "auto": 16 bits on a GPU; on a CPU the formats of a GGUF file
+    dtype: str | None = None  # or "auto": 16 bits on a GPU; a GGUF file stays quantised
     activations: str = "int8"  # inputs of products with weights in such formats, or "float32"
     max_model_len: int | None = None  # tokens of a sequence; the model's own limit by default
     max_num_seqs: int | None = None  # running at once: 64 on a GPU, 16 on a CPU
@@ -104,7 +104,7 @@ class EngineConfig:
     compile: bool | None = None  # decoder layers; by default on a GPU from a billion weights on
     join_projections: bool = True  # one product for q, k, v, and one for gate and up
     fused_merge: bool = True  # parts of attention may be merged in the launch that makes them
-    max_workspace_mib: float = 256  # for keys that a latent cache is expanded into, at a time
+    max_workspace_mib: float = 256  # for keys that prompts expand at a time: latent, quantised
     seed: int | None = None  # of requests that give none
     generation_config: str = "auto"  # "none": no sampling defaults from the model's file
     tensor_parallel: int = 1  # processes, one a GPU, over which the weights are cut

@@ -14,7 +14,8 @@ from anabranch.llm.engine.admission import Admission, Prompt, sampling_defaults
 from anabranch.llm.engine.build import eos_ids, vocab_size
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.drafters import make_proposer
-from anabranch.llm.engine.launch import DraftChoice, Flying, Launched, Launcher, draft_on_host
+from anabranch.llm.engine.launch import Flying, Launcher, draft_on_host
+from anabranch.llm.engine.launched import DraftChoice, Launched
 from anabranch.llm.engine.limits import SCORED_TOKENS
 from anabranch.llm.engine.ranks import build_engine
 from anabranch.llm.engine.request import Request, arrive
@@ -169,20 +170,8 @@ class Engine:
         """Launch a step; where it has masks, what is in flight lands meanwhile."""
         flying = None
         if self._flying:
-            flying = Flying(self._accept_tokens, lambda: changed.extend(self._land()))
+            flying = Flying(self._flying.accept_tokens, lambda: changed.extend(self._land()))
         return self._launcher.launch(step, self.stats.num_steps, choice, flying)
-
-    def _accept_tokens(self) -> None:
-        """Give the tokens of the step in flight to their grammars, before anything else."""
-        assert self._flying is not None
-        self._flying.clock.wait()
-        if self._flying.samples is None:
-            return
-        runs = (run for run in self._flying.step if run.samples)
-        for run, tokens in zip(runs, self._flying.samples.wait().tokens, strict=True):
-            rules = run.seq.rules
-            if rules is not None and len(tokens) == 1 and not run.seq.finished:
-                rules.accept_ahead(tokens[0])
 
     def _own_rows(self, step: list[Scheduled]) -> tuple[list[Scheduled], list[Request]]:
         """The runs whose sampling could be set up, and the requests for which that failed."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from anabranch.llm.engine.build import Built
+from anabranch.llm.engine.launched import DraftChoice, Launched, PendingPrompt
 from anabranch.llm.engine.step_masks import MasksBegun
 from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.runner.model_runner import StepLogits
@@ -24,18 +25,8 @@ from anabranch.llm.sampling.batch import (
 )
 from anabranch.llm.sampling.logprobs import prompt_logprobs
 from anabranch.llm.sampling.sampler import Sampler
-from anabranch.llm.sampling.token_logprobs import Logprob, TokenLogprobs, top_entries
 from anabranch.llm.sequences.sequence import Scheduled, Sequence
 from anabranch.llm.speculative.proposer import Proposer
-
-
-class DraftChoice(NamedTuple):
-    """How many drafts a step was to have, decided before it was scheduled, and why."""
-
-    at: float  # seconds of time.perf_counter
-    batch: int  # sequences that were running
-    num_drafts: int  # for each of them, at most
-    with_prompts: bool  # whether prompts were expected to run beside them
 
 
 def draft_on_host(proposer: Proposer, running: list[Sequence], num_drafts: int) -> dict[str, float]:
@@ -54,50 +45,6 @@ def draft_on_host(proposer: Proposer, running: list[Sequence], num_drafts: int) 
         seq.cut_drafts()
         seq.cut_invalid_drafts()
     return {} if proposer.on_device else {"proposal": 1e3 * (time.perf_counter() - began)}
-
-
-class PendingPrompt(NamedTuple):
-    """Logprobs of a chunk of a prompt, on their way to the host."""
-
-    copy: Download
-    targets: list[int]
-    wanted: int
-
-    def wait(self) -> list[TokenLogprobs]:
-        """An entry for each token of the chunk but the first of the prompt."""
-        arrays = self.copy.wait()
-        entries: list[TokenLogprobs] = []
-        for place, token in enumerate(self.targets):
-            entry = top_entries(arrays["top_ids"][place], arrays["top"][place], self.wanted)
-            chosen, rank = float(arrays["chosen"][place]), int(arrays["ranks"][place])
-            entry[token] = Logprob(chosen, rank)
-            entries.append(entry)
-        return entries
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Launched:
-    """A step in flight."""
-
-    number: int
-    choice: DraftChoice
-    step: list[Scheduled]
-    samples: PendingSamples | None
-    clock: StageClock
-    graphed: bool
-    prompts: dict[Scheduled, PendingPrompt] = field(default_factory=dict[Scheduled, PendingPrompt])
-    failed: dict[str, Exception] = field(default_factory=dict[str, Exception])  # by request
-
-    @property
-    def has_drafts(self) -> bool:
-        """Whether the host does not know yet how many tokens come out."""
-        return any(run.num_drafts for run in self.step)
-
-    def land_prompt(self, run: Scheduled) -> None:
-        """Keep logprobs of a prompt's tokens by position: a preempted prompt is run again."""
-        if run in self.prompts:
-            entries = self.prompts[run].wait()
-            run.seq.prompt_logprobs[run.start : run.start + len(entries)] = entries
 
 
 class Flying(NamedTuple):
@@ -220,8 +167,12 @@ class Launcher:
                 flying.accept_tokens()
             with clock.host("masks"):
                 begun = MasksBegun(runs, batch, self._sampler.vocab_size, self._mask_threads)
-            if flying is not None:
-                flying.land()
+            try:
+                if flying is not None:
+                    flying.land()
+            except BaseException:
+                begun.wait()  # else threads would use grammars that others ask
+                raise
             with clock.host("masks"):
                 masks, failed = begun.finish(sampling.drafted)
             batch = replace(batch, masks=masks)

@@ -88,11 +88,12 @@ def size(
         rows = max_num_seqs * config.speculative.tree_width
         logits += rows * SAMPLING_COPIES * vocab * 4
     logits += min(SCORED_TOKENS, max_num_tokens) * SCORING_COPIES * vocab * 4
-    if any(shape.is_latent for shape in [*layers.values(), *draft_layers.values()]):
-        if config.context_parallel > 1:
-            raise ValueError(
-                f"context_parallel {config.context_parallel}: latent rows are not dealt out"
-            )
+    every_layer = [*layers.values(), *draft_layers.values()]
+    if config.context_parallel > 1 and any(shape.is_latent for shape in every_layer):
+        raise ValueError(
+            f"context_parallel {config.context_parallel}: latent rows are not dealt out"
+        )
+    if any(shape.expands_prompts(device) for shape in every_layer):
         logits += int(config.max_workspace_mib * (1 << 20))
     budget = make_on_all(ranks, lambda: _cache_bytes(config, device, logits))
     page_size = config.page_size * config.context_parallel

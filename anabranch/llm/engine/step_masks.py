@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,6 +15,8 @@ from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.grammar.token_rules import num_words
 from anabranch.llm.sampling.batch import Array, Download, SampleBatch, TokenMasks
 from anabranch.llm.sequences.sequence import Scheduled
+
+log = logging.getLogger("anabranch")
 
 
 class StepMasks(NamedTuple):
@@ -49,21 +53,28 @@ class MasksBegun:
         self._words.fill(-1)  # torch's threads would wait for more, on cores that masks need
         ends = accumulate(self._sizes)
         self._firsts = [end - size for end, size in zip(ends, self._sizes, strict=True)]
+        self._errors = dict[str, Exception]()
+        for run, rule in zip(self._runs, self._rules, strict=True):
+            try:
+                rule.leave_failed_lexer()
+            except Exception as error:  # of this request alone
+                self._errors[run.seq.request_id] = error
         states = [rule.state for rule in self._rules]
         self._threaded = [state is not None for state in states]
-        self._under_way = threads.start(
-            [(state, row) for state, row in zip(states, self._firsts, strict=True) if state],
-            self._words,
-        )
+        rows = [(state, row) for state, row in zip(states, self._firsts, strict=True) if state]
+        self._under_way: Future[None] | None = None
+        try:
+            self._under_way = threads.start(rows, self._words)
+        except Exception:  # no thread can be had
+            log.exception("masks are made one by one")
 
     def finish(self, drafted: Download | None) -> StepMasks:
         """`drafted` [num_seqs, max_drafts] brings drafts that were made on the device."""
         made = drafted.wait()["drafts"] if drafted is not None else None
-        at_once = self._wait()
-        errors = dict[str, Exception]()
+        at_once = self.wait()
         for i, run in enumerate(self._runs):
-            if run.seq.finished:
-                continue  # by the token before
+            if run.seq.finished or run.seq.request_id in self._errors:
+                continue  # by the token before, or by an error
             drafts = run.seq.drafts if made is None else made[self._places[i]].tolist()
             first = self._firsts[i]
             try:
@@ -74,12 +85,12 @@ class MasksBegun:
                     first_made=at_once and self._threaded[i],
                 )
             except Exception as error:  # of this request alone
-                errors[run.seq.request_id] = error
+                self._errors[run.seq.request_id] = error
         masks = TokenMasks(np.array(self._rows, np.int64), self._on_host) if self._rows else None
-        return StepMasks(masks, errors)
+        return StepMasks(masks, self._errors)
 
-    def _wait(self) -> bool:
-        """Whether the first masks are there."""
+    def wait(self) -> bool:
+        """Until no thread uses a grammar any more; whether they made the first masks."""
         if self._under_way is None:
             return False
         try:

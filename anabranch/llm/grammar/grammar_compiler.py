@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 import threading
-import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from copy import copy
 from typing import Any
 
 from anabranch.llm.grammar.grammar_source import grammar_source
 from anabranch.llm.grammar.grammar_state import GrammarState
+from anabranch.llm.grammar.lexers import Lexers
 from anabranch.llm.grammar.schema_place import schema_place
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 
 MAX_KEPT = 128  # grammars
 MAX_KEPT_BYTES = 4 << 20  # of their texts together
+MAX_KEPT_LEXERS = 512  # of them together; one has 15 MB at most, but those of slow grammars
 # Of llguidance: a token's mask takes at most some 10 ms, else the request ends.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
@@ -38,50 +39,20 @@ SLICES = [
     f"{IN_STRINGS}+",
 ]
 
-# Copies of a matcher share its lexer, which one thread at a time can use. Another matcher has its
-# own, and learns the states of the text anew, which costs less than waiting. By the times of single
-# masks, 64 sequences of an array of records on 12 threads take 1.8 ms a step with 16 lexers (99th
-# percentile 6.5) and 1.1 with 64 (3.3).
-LEXERS_A_CORE, MAX_LEXERS = 4, 64
-MAX_REPEATED_BYTES = 16 << 10  # of a source; longer ones have one lexer, to save memory
+LEXERS_A_CORE, MAX_LEXERS = 4, 64  # of a grammar
 
 
 class CompiledGrammar:
-    """A grammar at its beginning, to be copied for every sequence."""
+    """A grammar for the sequences of one request, for which lexers are reserved."""
 
-    def __init__(self, matcher: Any, make: Callable[[], Any], max_lexers: int) -> None:
-        self._matchers = [matcher]
-        self._users = [0]  # states that are alive, of each
-        self._expected = 0  # sequences that will begin
-        self._make, self._max_lexers = make, max_lexers
-        self._lock = threading.RLock()  # a state may end while its thread has it
-
-    def expect(self) -> None:
-        """Have a lexer ready for one more sequence, if there may be another; on any thread."""
-        with self._lock:
-            self._expected += 1
-            wanted = min(self._max_lexers, sum(self._users) + self._expected)
-            missing = len(self._matchers) < wanted
-        if missing:
-            matcher = self._make()
-            with self._lock:
-                self._matchers.append(matcher)
-                self._users.append(0)
+    def __init__(self, lexers: Lexers, num_seqs: int) -> None:
+        self._lexers = lexers
+        self._reserved = lexers.reserve(num_seqs)
 
     def begin(self) -> GrammarState:
-        """A state of its own for a sequence, with the lexer that fewest use."""
-        with self._lock:
-            self._expected = max(self._expected - 1, 0)
-            place = self._users.index(min(self._users))
-            self._users[place] += 1
-            matcher = self._matchers[place]
-            state = GrammarState(matcher.deep_copy(), lexer=id(matcher))
-        weakref.finalize(state, self._leave, place).atexit = False
-        return state
-
-    def _leave(self, place: int) -> None:
-        with self._lock:
-            self._users[place] -= 1
+        """A state of its own for a sequence."""
+        use = self._reserved.pop(0) if self._reserved else self._lexers.use()
+        return GrammarState(self._lexers, use)
 
 
 class GrammarCompiler:
@@ -93,32 +64,36 @@ class GrammarCompiler:
         self._max_lexers = min(len(os.sched_getaffinity(0)) * LEXERS_A_CORE, MAX_LEXERS)
         self._tokens: Any | None = None  # as llguidance has them; made for the first grammar
         self._lock = threading.Lock()
-        self._kept: OrderedDict[StructuredOutputs, CompiledGrammar] = OrderedDict()
+        self._kept: OrderedDict[StructuredOutputs, Lexers] = OrderedDict()
         self._kept_bytes = 0
 
-    def compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
-        """A grammar that was kept, or a new one; ValueError says what is wrong and where."""
+    def compile(self, wanted: StructuredOutputs, num_seqs: int = 1) -> CompiledGrammar:
+        """For sequences of a request; ValueError says what is wrong with a grammar and where."""
         with self._lock:
-            found = self._kept.get(wanted)
-            if found is not None:
-                self._kept.move_to_end(wanted)
-        if found is None:
-            found = self._compile(wanted)
-            with self._lock:
-                self._keep(wanted, found)
-        found.expect()
-        return found
+            lexers = self._kept.get(wanted)
+        if lexers is None:
+            lexers = self._lexers_of(wanted)
+        grammar = CompiledGrammar(lexers, num_seqs)
+        with self._lock:
+            self._keep(wanted, lexers)
+        return grammar
 
-    def _compile(self, wanted: StructuredOutputs) -> CompiledGrammar:
+    def _lexers_of(self, wanted: StructuredOutputs) -> Lexers:
         try:
             source = grammar_source(wanted)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"structured_outputs.{wanted.kind}: {error}") from None
-        matcher = self._warm_matcher(source)
-        if error := matcher.get_error():
-            raise ValueError(f"structured_outputs.{wanted.kind}{self._reason(wanted, error)}")
-        max_lexers = self._max_lexers if len(source) <= MAX_REPEATED_BYTES else 1
-        return CompiledGrammar(matcher, lambda: self._warm_matcher(source), max_lexers)
+        self._library_tokens()  # made before a lexer is timed
+
+        def make() -> Any:
+            matcher = self._matcher(source)
+            if not matcher.get_error():
+                matcher.compute_bitmask()  # the first mask, by far the slowest, not in a step
+            if error := matcher.get_error():
+                raise ValueError(f"structured_outputs.{wanted.kind}{self._reason(wanted, error)}")
+            return matcher
+
+        return Lexers(make, self._max_lexers)
 
     def _reason(self, wanted: StructuredOutputs, error: str) -> str:
         place = ""
@@ -129,13 +104,6 @@ class GrammarCompiler:
 
     def _error_of(self, schema: str) -> str:
         return self._matcher(grammar_source(StructuredOutputs(json=schema))).get_error()
-
-    def _warm_matcher(self, source: str) -> Any:
-        """With its first mask made here, not in a step: it is by far the slowest."""
-        matcher = self._matcher(source)
-        if not matcher.get_error():
-            matcher.compute_bitmask()
-        return matcher
 
     def _matcher(self, source: str) -> Any:
         from llguidance import LLMatcher, LLParserLimits
@@ -166,10 +134,16 @@ class GrammarCompiler:
             slices=SLICES,
         )
 
-    def _keep(self, wanted: StructuredOutputs, made: CompiledGrammar) -> None:
+    def _keep(self, wanted: StructuredOutputs, lexers: Lexers) -> None:
         if wanted not in self._kept:
+            self._kept[wanted] = lexers
             self._kept_bytes += len(wanted.text)
-        self._kept[wanted] = made
-        while len(self._kept) > MAX_KEPT or self._kept_bytes > MAX_KEPT_BYTES:
+        self._kept.move_to_end(wanted)
+        while len(self._kept) > 1 and self._keeps_too_much():
             oldest, _ = self._kept.popitem(last=False)
             self._kept_bytes -= len(oldest.text)
+
+    def _keeps_too_much(self) -> bool:
+        num_lexers = sum(map(len, self._kept.values()))
+        too_many = len(self._kept) > MAX_KEPT or num_lexers > MAX_KEPT_LEXERS
+        return too_many or self._kept_bytes > MAX_KEPT_BYTES

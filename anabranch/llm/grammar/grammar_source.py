@@ -6,19 +6,21 @@ import json
 from dataclasses import replace
 from typing import Any
 
-from anabranch.llm.grammar.schema_limits import narrowed
+from anabranch.llm.grammar.schema_limits import check_lark, check_schema, narrowed
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 
 
 def grammar_source(wanted: StructuredOutputs) -> str:
-    """The grammar as llguidance reads it; ValueError for GBNF that cannot be rewritten."""
+    """The grammar as llguidance reads it; ValueError for what would take too long or is no GBNF."""
     from llguidance import LLMatcher
 
     if wanted.prelude is not None:
         return _after_prelude(wanted)
     match wanted.kind:
         case "json" | "json_object":
-            schema = json.dumps(narrowed(json.loads(wanted.text)), ensure_ascii=False)
+            given = json.loads(wanted.text)
+            check_schema(given)
+            schema = json.dumps(narrowed(given), ensure_ascii=False)
             return LLMatcher.grammar_from_json_schema(schema, overrides=json_options(wanted))
         case "regex":
             return LLMatcher.grammar_from_regex(wanted.text)
@@ -26,12 +28,15 @@ def grammar_source(wanted: StructuredOutputs) -> str:
             choices = " | ".join(json.dumps(each) for each in wanted.choice or ())
             return LLMatcher.grammar_from_lark(f"start: {choices}")
         case _:
-            return LLMatcher.grammar_from_lark(_as_lark(wanted.text))
+            lark = _as_lark(wanted.text)
+            check_lark(lark)
+            return LLMatcher.grammar_from_lark(lark)
 
 
 def _after_prelude(wanted: StructuredOutputs) -> str:
     """Two grammars, of which the second is the form itself."""
     lark = f"start: prelude @form\n{wanted.prelude}"
+    check_lark(lark)
     source = grammar_source(replace(wanted, prelude=None))
     is_lark = wanted.kind in ("choice", "grammar")  # others are JSON already
     form: dict[str, Any] = {"lark_grammar": source}

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from anabranch.llm.grammar.lexers import Lexer, Lexers, LexerUse
+
 Words = np.ndarray[Any, np.dtype[np.int32]]
 
 
@@ -17,19 +19,32 @@ class GrammarError(RuntimeError):
 class GrammarState:
     """A matcher of llguidance. Tokens are taken one by one, and taken back."""
 
-    def __init__(self, matcher: Any, lexer: int = 0) -> None:
-        self._matcher = matcher
-        self.lexer = lexer  # states with the same one wait for each other
-        self.over = bool(matcher.is_stopped())  # whether nothing can follow
+    def __init__(self, lexers: Lexers, use: LexerUse) -> None:
+        self._lexers, self._use = lexers, use
+        self._matcher = use.lexer.matcher.deep_copy()
+        self.over = bool(self._matcher.is_stopped())  # whether nothing can follow
+
+    @property
+    def lexer(self) -> Lexer:
+        """States with the same one wait for each other."""
+        return self._use.lexer
 
     @property
     def matcher(self) -> Any:
         """The library's own object, for masks of many states at once."""
         return self._matcher
 
+    def leave_failed_lexer(self, tokens: Sequence[int]) -> None:
+        """If another sequence brought its lexer to a bound, take these tokens anew with another."""
+        if self.lexer.failed and not self._matcher.is_error():
+            self._use = self._lexers.use()
+            self._matcher = self.lexer.matcher.deep_copy()
+            self._matcher.consume_tokens(list(tokens))  # an error shows when a mask is made
+
     def accept(self, token: int) -> None:
         """Take a token that was sampled."""
         if not self._matcher.consume_token(token):
+            self.lexer.failed = True
             raise GrammarError(f"the grammar cannot go on: {self._error()}")
         self.over = self._matcher.is_stopped()
 
@@ -59,6 +74,7 @@ class GrammarState:
     def check(self) -> None:
         """Raise if the last mask could not be made."""
         if self._matcher.is_error():
+            self.lexer.failed = True
             raise GrammarError(f"the grammar took too much time or memory: {self._error()}")
 
     def _error(self) -> str:

@@ -47,7 +47,7 @@ class MaskThreads:
 
             self._executor = LLExecutor(num_threads=self._num_threads)
             self._waiter = ThreadPoolExecutor(1, "masks")
-        in_order = sorted(states, key=lambda pair: pair[0].lexer)
+        in_order = sorted(states, key=lambda pair: id(pair[0].lexer))
         matchers = [(state.matcher, row) for state, row in in_order]
         begun = Event()
         under_way = self._waiter.submit(self._fill, matchers, words, begun)

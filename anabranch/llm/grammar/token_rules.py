@@ -37,7 +37,7 @@ class TokenRules:
     ) -> None:
         self._grammar, self._allowed, self._bad_words = grammar, allowed, bad_words
         self._output: list[int] = []
-        self._ahead: Exception | bool = False  # whether the grammar has the next token, or failed
+        self._ahead: Exception | bool = False  # whether the next token was taken, or an error
         self._num_slow = 0
 
     @property
@@ -47,25 +47,35 @@ class TokenRules:
 
     def accept(self, token: int) -> None:
         """Take a token that was sampled."""
-        self._output.append(token)
         ahead, self._ahead = self._ahead, False
         if isinstance(ahead, Exception):
             raise ahead
-        if self._grammar is not None and not ahead:
-            self._grammar.accept(token)
+        if not ahead:
+            self._take(token)
 
     def accept_ahead(self, token: int) -> None:
-        """Take a token into the grammar alone, so that what follows can be asked for.
+        """Take a token before `accept` is called with it, so that what follows can be asked for.
 
-        `accept` comes later, with the same token, and raises what the grammar raised.
+        What the grammar raises, `accept` raises. Called again, for a step that could not be
+        launched, it does nothing.
         """
-        if self._grammar is None:
+        if self._ahead is not False:
             return
         try:
-            self._grammar.accept(token)
+            self._take(token)
             self._ahead = True
         except Exception as error:
             self._ahead = error
+
+    def _take(self, token: int) -> None:
+        self._output.append(token)
+        if self._grammar is not None:
+            self._grammar.accept(token)
+
+    def leave_failed_lexer(self) -> None:
+        """Go on with another lexer where another sequence brought this one to a bound."""
+        if self._grammar is not None:
+            self._grammar.leave_failed_lexer(self._output)
 
     def num_valid(self, drafts: Sequence[int]) -> int:
         """How many drafts, one after the other, the grammar takes."""

@@ -10,7 +10,8 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from anabranch.llm.models.model_config import check_fits, empty_model, read_config, scheme_of
-from anabranch.llm.models.quantised_model import plain_config, quantise_randomly
+from anabranch.llm.models.quantised_model import plain_config
+from anabranch.llm.models.random_codes import quantise_randomly
 
 CONFIGS = Path(__file__).parent / "configs"
 

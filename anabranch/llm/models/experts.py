@@ -5,7 +5,6 @@ Nothing is read on the host, so a captured graph routes anew at each replay.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,8 +13,11 @@ from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from anabranch.device import capability, has_overlap, num_sms, shared_memory
+from anabranch.device import capability, num_sms, shared_memory
 from anabranch.kernels.layers.expert_config import fit_experts, select_expert_tiles, select_experts
+from anabranch.llm.models.code_experts import mix_quantised_experts
+from anabranch.llm.models.quantised_weight import QuantisedWeight
+from anabranch.llm.models.routed_rows import add_up, mix_row, route_rows
 from anabranch.shapes import FLOATS, Sizes, check_device, check_dtype
 
 NAME = "anabranch"  # among transformers' implementations of experts
@@ -63,21 +65,17 @@ def _mix(
     gate_up: torch.Tensor,
     down: torch.Tensor,
 ) -> torch.Tensor:
-    from anabranch.kernels.layers.expert_order import order_experts
-    from anabranch.kernels.layers.expert_sum import sum_experts
-
-    (num_tokens, top_k), (num_experts, k, n) = experts.shape, down.shape
-    num_rows = num_tokens * top_k
+    (num_experts, _, n), num_rows = down.shape, experts.numel()
     if not num_rows:
         return torch.zeros_like(x)
-    if num_tokens == 1:
-        return _mix_row(x, experts, weights, gate_up, down)
+    if len(x) == 1:
+        from anabranch.kernels.layers.expert_row import ExpertWeight
+
+        return mix_row(
+            x, experts, weights, n, (ExpertWeight(gate_up), None), (ExpertWeight(down), None)
+        )
     x = x.contiguous()
-    integers = partial(torch.empty, dtype=torch.int32, device=x.device)
-    order, starts, counters = integers(num_rows), integers(num_experts + 1), integers(2)
-    order_experts(experts.reshape(-1).contiguous(), order, starts, counters)
-    inner, outer = x.new_empty(num_rows, n), x.new_empty(num_rows, k)
-    weights = weights.reshape(-1).contiguous()
+    order, starts, counters, weights, inner, outer = route_rows(x, experts, weights, num_experts, n)
     tiles = select_expert_tiles(num_rows, num_experts)
     if tiles is not None and _takes_boxes(x, gate_up, down):
         from anabranch.kernels.layers import hopper_experts as hopper
@@ -95,9 +93,7 @@ def _mix(
         )
         gate_experts(x, gate_up, order, starts, inner, config)
         project_experts(inner, down, order, starts, weights, outer, config)
-    y = torch.empty_like(x)
-    sum_experts(outer, y)
-    return y
+    return add_up(x, outer)
 
 
 def _takes_boxes(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> bool:
@@ -107,28 +103,11 @@ def _takes_boxes(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> 
     return capability(x.device)[0] == 9 and x.element_size() == 2 and aligned and even
 
 
-def _mix_row(
-    x: torch.Tensor,
-    experts: torch.Tensor,
-    weights: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-) -> torch.Tensor:
-    """For one token, whose experts each have one row."""
-    from anabranch.kernels.layers.expert_row import gate_row, project_row
-
-    y, inner = x.new_empty(x.shape), x.new_empty(experts.shape[1], down.shape[2])
-    row, chosen, weights = (given.reshape(-1).contiguous() for given in (x, experts, weights))
-    overlap = has_overlap(x.device)
-    gate_row(row, gate_up, chosen, inner, overlap=overlap)
-    project_row(inner, down, chosen, weights, y[0], overlap=overlap)
-    return y
-
-
 def use_experts(model: PreTrainedModel) -> bool:
     """Let the experts of a model on a GPU be mixed here; whether it has any."""
     weights = [getattr(module, "gate_up_proj", None) for module in model.modules()]
-    if not any(isinstance(weight, nn.Parameter) for weight in weights) or not is_on_gpu(model):
+    kinds = nn.Parameter | QuantisedWeight
+    if not any(isinstance(weight, kinds) for weight in weights) or not is_on_gpu(model):
         return False
     cast("Any", ALL_EXPERTS_FUNCTIONS).register(NAME, _experts_forward)
     cast("Any", model).set_experts_implementation(NAME)
@@ -144,14 +123,16 @@ def _experts_forward(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
     """As transformers calls it, for the experts of one layer."""
-    if not _is_plain(module):
-        function: Any = cast("Any", ALL_EXPERTS_FUNCTIONS)[OTHERS]
-        return function(module, hidden_states, top_k_index, top_k_weights)
     given = hidden_states, top_k_index, top_k_weights
+    if isinstance(module.gate_up_proj, QuantisedWeight):
+        return mix_quantised_experts(*given, module.gate_up_proj, module.down_proj)
+    if not is_plain(module):
+        function: Any = cast("Any", ALL_EXPERTS_FUNCTIONS)[OTHERS]
+        return function(module, *given)
     return mix_experts(*given, module.gate_up_proj, module.down_proj)
 
 
-def _is_plain(module: Any) -> bool:
+def is_plain(module: Any) -> bool:
     """Whether experts are two products with silu between them, in the order expected here."""
     gate = cast("Any", type(module))._apply_gate
     return bool(

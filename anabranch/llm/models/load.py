@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from anabranch.kernels.cpu.native import native
-from anabranch.llm.models.fetched_models import Progress, gguf_directory, smollm2_directory
+from anabranch.llm.models.fetched_models import (
+    Progress,
+    WeightForm,
+    gguf_directory,
+    smollm2_directory,
+)
 from anabranch.llm.models.file_tokenizer import FileTokenizer, file_tokenizer
 from anabranch.llm.models.packed_decoder import PackedDecoder, load_decoder
 from anabranch.llm.models.packed_file import INDEX
@@ -64,8 +69,9 @@ def load_model(
     of one that comes with anabranch. `dtype` is float32 on a CPU and 16 bits elsewhere unless
     given. `progress` is called with each step as it starts. `cut` may leave a part of the model
     only; that part of a checkpoint alone must fit on the device. With `activations`, weights
-    of a GGUF file stay in its formats on a CPU with kernels for them, unless `dtype` is given. With
-    `whole_layers`, such a model is none of transformers where these kernels run its layers whole.
+    of a GGUF file stay quantised unless `dtype` is given: as codes on a GPU, and in its formats on
+    a CPU with kernels for them. With `whole_layers`, a model of these kernels is none of
+    transformers where they run its layers whole.
     """
     if source.startswith(DUMMY):
         from anabranch.llm.models.dummy_model import dummy_config, dummy_model
@@ -83,9 +89,9 @@ def load_model(
         if cut is not None:
             cut(model)
         return _loaded(model, None, source)
-    on_cpu = torch.device(device).type == "cpu" and native() is not None
-    keeps = activations is not None and dtype is None and cut is None and on_cpu
-    name, directory = _find(source, progress, packed=keeps)
+    keeps = activations is not None and dtype is None and cut is None
+    form = _kept_form(torch.device(device)) if keeps else WeightForm.FLOATS
+    name, directory = _find(source, progress, form)
     _tell(progress, f"loading {name}")
     kept = activations is not None and (directory / INDEX).is_file()
     float_inputs = activations is Activations.FLOAT32
@@ -117,15 +123,24 @@ def local_source(source: str, *, progress: Progress | None = None) -> str:
     return source if source.startswith(DUMMY) else str(_find(source, progress)[1])
 
 
-def _find(source: str, progress: Progress | None, *, packed: bool = False) -> tuple[str, Path]:
+def _kept_form(device: torch.device) -> WeightForm:
+    """In which form the weights of a GGUF file stay quantised on a device."""
+    if device.type == "cuda":
+        return WeightForm.CODES
+    return WeightForm.FLOATS if native() is None else WeightForm.PACKED
+
+
+def _find(
+    source: str, progress: Progress | None, form: WeightForm = WeightForm.FLOATS
+) -> tuple[str, Path]:
     """The name of a model and the transformers directory it lies in, fetched or converted."""
     if source == "smollm2":
-        return source, smollm2_directory(packed=packed, progress=progress)
+        return source, smollm2_directory(form=form, progress=progress)
     path = Path(source).expanduser()
     if path.is_dir():
         return path.resolve().name, path
     if path.suffix == ".gguf" and path.is_file():
-        return path.stem, gguf_directory(path, packed=packed, progress=progress)
+        return path.stem, gguf_directory(path, form=form, progress=progress)
     if path.exists():
         raise ValueError(f"{source} is neither a transformers directory nor a .gguf file")
     if path.suffix != ".gguf" and HUB_ID.fullmatch(source):

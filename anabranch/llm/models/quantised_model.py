@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Callable
 from contextlib import ExitStack
 from copy import deepcopy
@@ -18,14 +17,20 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from anabranch.llm.models.expert_weights import (
+    EXPERT_PARTS,
+    by_output,
+    join_experts,
+    plain_experts,
+    set_quantised_experts,
+)
 from anabranch.llm.models.model_config import check_fits, empty_model
 from anabranch.llm.models.quantised_linear import set_quantised
 from anabranch.llm.models.quantised_tensors import is_quantised, read_codes
-from anabranch.llm.models.quantised_weight import FP8, INT4, Codes, QuantisedWeight
+from anabranch.llm.models.quantised_weight import QuantisedWeight
 from anabranch.llm.models.weight_scheme import WeightScheme
 
 EXPANDED = ("kv_b_proj",)  # whose weights are read by other kernels than products
-EXPERT_PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 log = logging.getLogger("anabranch")
 
 
@@ -135,13 +140,24 @@ class _Loader:
         linears = {
             name: x for name, x in linear_layers(self.model).items() if name in self.quantised
         }
+        experts = {name: x for name, x in plain_experts(self.model).items() if self._keeps(name)}
+        sizes = {
+            name: [module.get_parameter(key).shape for key in EXPERT_PARTS]
+            for name, module in experts.items()
+        }
         for module in linears.values():
             module.weight = None  # pyright: ignore[reportAttributeAccessIssue]
+        for module in experts.values():
+            for key in EXPERT_PARTS:
+                module.register_parameter(key, None)
+        for module in (*linears.values(), *experts.values()):
             module._is_hf_initialized = True  # pyright: ignore[reportArgumentType]
         self.model.to_empty(device=self.device)
         self.model.initialize_weights()  # buffers such as rotary frequencies
         for name, linear in linears.items():
             self._set_linear(name, linear)
+        for name, module in experts.items():
+            self._set_experts(name, module, *sizes[name])
         self.model.tie_weights()
         self._set_plain(linears)
 
@@ -152,11 +168,46 @@ class _Loader:
         else:
             set_quantised(linear, weight)
 
-    def _weight(self, name: str, n: int, k: int) -> QuantisedWeight:
+    def _keeps(self, experts: str) -> bool:
+        """Whether the experts of a layer may stay quantised: the first of them is."""
+        return not self.expand and all(
+            f"{experts}.0.{part}" in self.quantised
+            for parts in EXPERT_PARTS.values()
+            for part in parts
+        )
+
+    def _set_experts(self, name: str, module: nn.Module, *shapes: torch.Size) -> None:
+        """As codes, or, where their formats differ or have no kernels, as room for numbers."""
+        joined = [
+            self._join_experts(name, parts, shape)
+            for parts, shape in zip(EXPERT_PARTS.values(), shapes, strict=True)
+        ]
+        gate_up, down = joined
+        if gate_up is not None and down is not None:
+            set_quantised_experts(module, gate_up, down)
+            return
+        for key, shape in zip(EXPERT_PARTS, shapes, strict=True):
+            room = torch.empty(shape, dtype=self.dtype, device=self.device)
+            setattr(module, key, nn.Parameter(room, requires_grad=False))
+
+    def _join_experts(
+        self, name: str, parts: tuple[str, ...], shape: torch.Size
+    ) -> QuantisedWeight | None:
+        num_experts, rows, k = shape
+        names = [f"{name}.{expert}.{part}" for expert in range(num_experts) for part in parts]
+        if not all(each in self.quantised for each in names):
+            return None
+        return join_experts(
+            [self._weight(each, rows // len(parts), k, whole=True) for each in names]
+        )
+
+    def _weight(self, name: str, n: int, k: int, *, whole: bool = False) -> QuantisedWeight:
+        """Of a layer; `whole` with groups that end with it."""
         own = self.quantised[name]
         tensors = {each: self.checkpoint[f"{name}.{each}"].to(self.device) for each in own}
         try:
             codes = read_codes(tensors, self.scheme, n, k)
+            codes = by_output(codes) if whole else codes
             return QuantisedWeight(codes, dtype=self.dtype, fp8_inputs=self.scheme.fp8_inputs)
         except ValueError as error:
             raise ValueError(f"{self.checkpoint.directory}: {name}: {error}") from error
@@ -168,7 +219,8 @@ class _Loader:
         kept = {f"{name}.weight" for name in linears}
         missing: list[str] = []
         for name, tensor in self.model.state_dict().items():
-            if name in kept or ".quantised." in name:
+            parent = name.rpartition(".")[0]
+            if name in kept or isinstance(self.model.get_submodule(parent), QuantisedWeight):
                 continue
             if name in self.checkpoint:
                 self._copy(name, tensor, self.checkpoint[name])
@@ -197,7 +249,7 @@ class _Loader:
         return each in self.quantised or f"{each}.weight" in self.checkpoint
 
     def _copy_experts(self, name: str, tensor: torch.Tensor) -> None:
-        """Experts are mixed by kernels that read 16 bits."""
+        """Expanded, into the weight of all."""
         parent, _, own = name.rpartition(".")
         n, k = tensor.shape[1] // len(EXPERT_PARTS[own]), tensor.shape[2]
         for expert in range(len(tensor)):
@@ -211,49 +263,7 @@ class _Loader:
                     raise ValueError(f"{self.checkpoint.directory} lacks {source}")
 
 
-def quantise_randomly(model: nn.Module, scheme: WeightScheme) -> int:
-    """Give the linear layers of a model random codes of a format, in place; how many."""
-    count = 0
-    for name, module in linear_layers(model).items():
-        if _is_ignored(name, scheme):
-            continue
-        weight = module.weight
-        weights = draw_codes(scheme, *weight.shape, device=weight.device)
-        set_quantised(
-            module, QuantisedWeight(weights, dtype=weight.dtype, fp8_inputs=scheme.fp8_inputs)
-        )
-        count += 1
-    return count
-
-
 def linear_layers(model: nn.Module) -> dict[str, nn.Linear]:
     """Plain linear layers of a model by name."""
     modules = cast("list[tuple[str, nn.Module]]", list(cast("Any", model).named_modules()))
     return {name: module for name, module in modules if type(module) is nn.Linear}
-
-
-def draw_codes(scheme: WeightScheme, n: int, k: int, *, device: torch.device) -> Codes:
-    """Random codes and scales of a format, with numbers of about 0.02."""
-    if scheme.kind == FP8:
-        codes = torch.randn(n, k, device=device).to(torch.float8_e4m3fn).view(torch.uint8)
-        size = 0.02
-    else:
-        top = 16 if scheme.kind == INT4 else 256
-        codes = torch.randint(top, (n, k), device=device, dtype=torch.uint8)
-        size = 0.07 / top
-    group_n, group_k = scheme.group_n, scheme.group_k or k
-    scales = torch.rand(-(-n // group_n), -(-k // group_k), device=device)
-    scales = size * (scales + 0.5)
-    if scheme.kind == INT4:
-        scales = scales.bfloat16()
-    return Codes(scheme.kind, codes, scales, group_n=group_n, group_k=scheme.group_k)
-
-
-def _is_ignored(name: str, scheme: WeightScheme) -> bool:
-    """Whether a configuration leaves a linear layer as it is."""
-    for pattern in scheme.ignored:
-        if pattern.startswith("re:") and re.match(pattern[3:], name):
-            return True
-        if name == pattern or name.startswith(f"{pattern}."):
-            return True
-    return name.rpartition(".")[2] == "lm_head"

@@ -106,7 +106,10 @@ def _order(groups: torch.Tensor | None, group_k: int | None, k: int) -> torch.Te
 
 
 def _packed(tensors: Tensors, n: int, k: int) -> Codes:
-    """compressed-tensors: as many inputs a word as fit; codes and zeros are offset."""
+    """compressed-tensors: as many inputs a word as fit; codes and zeros are offset.
+
+    Layers of GGUF files are laid out likewise, with zeros that are floats.
+    """
     shape = [int(size) for size in tensors["weight_shape"]]
     if shape != [n, k]:
         raise ValueError(f"weight_shape must be {[n, k]}, got {shape}")
@@ -119,7 +122,11 @@ def _packed(tensors: Tensors, n: int, k: int) -> Codes:
     group_k = k // groups if groups > 1 else None
     codes = _unpacked(packed, bits)[:, :k]
     zeros = tensors.get("weight_zero_point")
-    if zeros is not None and zeros.dtype == torch.int8:  # a zero a byte, without the offset
+    if zeros is not None and zeros.is_floating_point():
+        zeros = _expect("weight_zero_point", zeros, torch.float16, n, groups)
+        if not zeros.isfinite().all():
+            raise ValueError("a zero is not finite")
+    elif zeros is not None and zeros.dtype == torch.int8:  # a zero a byte, without the offset
         zeros = _expect("weight_zero_point", zeros, torch.int8, n, groups)
         zeros = zeros.to(torch.int16) + 2 ** (bits - 1)
     elif zeros is not None:
@@ -129,8 +136,9 @@ def _packed(tensors: Tensors, n: int, k: int) -> Codes:
     codes = codes.contiguous() if order is None else codes[:, order]
     if bits == 4:
         return Codes(INT4, codes, scales, zeros, order, group_k=group_k)
-    signed = None if zeros is None else (zeros.to(torch.int16) - 128).to(torch.int8)
-    return Codes(INT8, codes ^ 0x80, scales, signed, order, group_k=group_k)
+    if zeros is not None and not zeros.is_floating_point():
+        zeros = (zeros.to(torch.int16) - 128).to(torch.int8)
+    return Codes(INT8, codes ^ 0x80, scales, zeros, order, group_k=group_k)
 
 
 def _unpacked(words: torch.Tensor, bits: int) -> torch.Tensor:

@@ -60,9 +60,12 @@ class QuantisedWeight(nn.Module):
         if scales.itemsize != 2 or groups[1] == 1:  # those of groups stay as short as they are
             scales = scales.float()
         self.scales = _fixed(scales.T.contiguous())
-        if zeros is not None:
-            whole_zeros = not zeros.is_floating_point()  # all are within int8
-            zeros = _fixed(zeros.to(torch.int8 if whole_zeros else torch.float32).T.contiguous())
+        if zeros is not None and zeros.is_floating_point():
+            if not self.constants.short:
+                raise ValueError(f"zeros of groups of {group_k} columns must be integers")
+            zeros = _fixed(zeros.to(torch.float16).T.contiguous())
+        elif zeros is not None:  # all are within int8
+            zeros = _fixed(zeros.to(torch.int8).T.contiguous())
         self.zeros = zeros
         self.order = None if given.order is None else _fixed(given.order)
         counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.words.device)

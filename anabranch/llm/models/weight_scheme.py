@@ -20,6 +20,7 @@ SUPPORTED = (
     "fp8 (per tensor, per channel, in blocks), compressed-tensors (fp8, int8, int4), awq and gptq "
     "(int4), and GGUF files"
 )
+GGUF = "gguf"  # of directories made from GGUF files; compressed-tensors' names and words
 # Formats of compressed-tensors, and kinds of codes that each holds
 COMPRESSED = {
     "float-quantized": (FP8,),
@@ -37,7 +38,7 @@ class UnsupportedWeights(ValueError):
 class WeightScheme:
     """A method, and how most weights are quantised: others say so by their tensors."""
 
-    method: str  # "fp8", "compressed-tensors", "awq" or "gptq"
+    method: str  # "fp8", "compressed-tensors", "awq", "gptq" or "gguf"
     kind: str  # of codes
     group_n: int = 1  # outputs and columns that share a scale
     group_k: int | None = None  # all columns
@@ -58,6 +59,7 @@ def read_scheme(content: object, where: object) -> WeightScheme:
         "compressed-tensors": _read_compressed,
         "awq": _read_awq,
         "gptq": _read_gptq,
+        GGUF: _read_gguf,
     }
     if method not in readers:
         raise _refusal(where, f"in the format {method!r}")
@@ -104,6 +106,12 @@ def _read_gptq(settings: dict[str, Any], where: object) -> WeightScheme:
         raise _refusal(where, f"by gptq with {read.bits} bits in the layout {read.format}")
     less_one = read.format == "gptq"
     return WeightScheme("gptq", INT4, group_k=_group(read.group_size), zeros_less_one=less_one)
+
+
+def _read_gguf(settings: dict[str, Any], where: object) -> WeightScheme:
+    """Each layer has the bits and the groups of its tensors."""
+    del settings, where
+    return WeightScheme(GGUF, INT4, group_k=32)
 
 
 def _read_compressed(settings: dict[str, Any], where: object) -> WeightScheme:

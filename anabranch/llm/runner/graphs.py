@@ -141,6 +141,7 @@ class StepChoice:
 
     prefixes: SharedPrefixes | None = None  # None: every sequence is attended to apart
     sparse: SparseDecode | None = None  # None: decodes attend to all of a context
+    max_workspace_mib: float | None = None  # for decoded keys of prompts, where decoding pays
 
     @property
     def most_short(self) -> int:
@@ -162,6 +163,7 @@ class StepChoice:
     def equip(self, step: Step) -> None:
         """Give a step what its ways need."""
         step.sparse = self.sparse
+        step.max_workspace_mib = self.max_workspace_mib
         if self.prefixes is not None:
             step.min_saved_keys = self.prefixes.min_saved_keys
             step.min_saved_bytes = self.prefixes.min_saved_bytes

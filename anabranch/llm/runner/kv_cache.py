@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from anabranch.compositions.prompt_workspace import ExpandedKeys
 from anabranch.keys import LatentKV, PagedKV
 from anabranch.keys.formats import FORMATS, bytes_per_head, empty_store
 
@@ -61,6 +62,12 @@ class LayerShape:
                 "a latent row is key and value and has one format, got "
                 f"{self.formats.k} for keys and {self.formats.v} for values"
             )
+
+    def expands_prompts(self, device: torch.device) -> bool:
+        """Whether attention of prompts may expand keys, which takes memory."""
+        dims = self.head_dim_k, self.head_dim_v
+        expanded = ExpandedKeys(self.num_kv_heads, 1, *dims, self.dtype, device)
+        return self.is_latent or (not self.formats.is_plain and expanded.runs_on_hopper)
 
     @property
     def bytes_per_token(self) -> int:

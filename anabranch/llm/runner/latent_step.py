@@ -106,8 +106,8 @@ class LatentCall(NamedTuple):
         kind = (place, up.weight.shape, width, self.max_workspace_mib)
         layout = self.step.prompts.get(kind)
         if layout is None:
-            made = {"page_size": keys.page_size, "fused_merge": self.step.fused_merge}
-            layout = make_prompt_layout(up, width, **made, **options)
+            expanded = up.expanded(width, keys.page_size)
+            layout = make_prompt_layout(expanded, **options, fused_merge=self.step.fused_merge)
             self.step.prompts[kind] = layout
         options |= {"scale": self.scale, "layout": layout}
         return attend_latent_prompt(

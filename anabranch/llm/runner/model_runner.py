@@ -39,6 +39,10 @@ from anabranch.llm.runner.step_layout import (
 )
 from anabranch.llm.sequences.sequence import Scheduled
 
+# Keys that the tokens of a prompt see, counted for each, from which decoding the keys of a
+# quantised cache, which no graph can, saves more than a graph: 2048 tokens without a context, for
+# which an H200 takes some 50 us a layer and codes as they are 130 to 170.
+GRAPH_PAIRS = 1 << 20
 WARM_CONTEXT = 32768  # keys before a prompt: enough that its heads are expanded in groups
 
 
@@ -58,9 +62,7 @@ class ModelRunner:
         model: Any,
         layers: Layers,
         caches: Sequence[LayerCache],
-        inputs: Sequence[
-            StepInputs
-        ],  # from small to large; graphs read the first, prompts the last
+        inputs: Sequence[StepInputs],  # small to large: graphs read the first, prompts the last
         unseen: torch.Tensor,  # int64 [max_num_seqs, width]: tokens the host has not seen
         scorer: Scorer,
         *,
@@ -87,6 +89,7 @@ class ModelRunner:
         self._slot = bind_layers(self._layers, caches)
         # Latent rows are best expanded for a prompt, which needs its lengths unless all are new.
         self._fresh_prompts = any(shape.is_latent for shape in layers.values())
+        self._expands = any(shape.expands_prompts(unseen.device) for shape in layers.values())
 
     @torch.inference_mode()
     def run(self, step: Sequence[Scheduled]) -> StepLogits:
@@ -264,16 +267,17 @@ class ModelRunner:
                 tree = inputs.tree(key.num_tokens, key.batch)
                 step = self._even_step(inputs, key.num_tokens, key.batch, tree=tree)
                 self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1), tree)
-            if self._fresh_prompts and key.batch == 1 and key.q_len > SHORT:
-                self._warm_up_prompts(inputs, key.q_len)
+            if self._expands and key.q_len > SHORT and (key.batch == 1 or not self._fresh_prompts):
+                self._warm_up_prompts(inputs, key)
 
-    def _warm_up_prompts(self, inputs: StepInputs, q_len: int) -> None:
-        """Prompts over latent rows whose lengths are known: heads are expanded in groups."""
+    def _warm_up_prompts(self, inputs: StepInputs, key: GraphKey) -> None:
+        """Prompts whose lengths are known: keys are expanded, of latent rows by groups of heads."""
         for context in (0, WARM_CONTEXT):
-            step = self._even_step(inputs, q_len, 1, is_fresh=not context)
+            step = self._even_step(inputs, key.num_tokens, key.batch, is_fresh=not context)
             room = step.entries[0].page_table.shape[1] * self.page_size
-            step.host_lens = HostLens((q_len,), (max(min(context, room - q_len), 0),))
-            self._forward(inputs, step, q_len, inputs.logit_rows(1))
+            lens = key.q_len, max(min(context, room - key.q_len), 0)
+            step.host_lens = HostLens(*((each,) * key.batch for each in lens))
+            self._forward(inputs, step, key.num_tokens, inputs.logit_rows(1))
 
     def _captured(self, num_tokens: int, num_seqs: int, key: GraphKey) -> torch.Tensor:
         inputs = self._inputs[0]
@@ -295,5 +299,8 @@ class ModelRunner:
             return None
         num_tokens = step[0].num_tokens
         if num_tokens <= SHORT or (step[0].start and self._fresh_prompts):
+            return None
+        pairs = num_tokens * (step[0].start + num_tokens / 2)
+        if self._expands and not self._fresh_prompts and pairs > GRAPH_PAIRS:
             return None
         return self.prompt_graphs.fitting(lambda key: key.num_tokens >= num_tokens)

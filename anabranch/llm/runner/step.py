@@ -19,6 +19,8 @@ from anabranch.compositions.cascade import (
     make_cascade,
 )
 from anabranch.compositions.prompt_pieces import PromptLayout
+from anabranch.compositions.prompt_workspace import PromptLens
+from anabranch.compositions.quantised_prompt import PageExpander, attend_quantised_prompt
 from anabranch.compositions.sections import LayerRules, Section, SectionPlans, attend_section
 from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
 from anabranch.kernels.cpu.decoder import PagedStep
@@ -77,9 +79,10 @@ class Step:
     _in_place: dict[tuple[object, ...], bool] = field(
         default_factory=dict[tuple[object, ...], bool]
     )
-    prompts: dict[tuple[object, ...], PromptLayout] = field(
-        default_factory=dict[tuple[object, ...], PromptLayout]
-    )  # of latent keys, by entry and shapes
+    max_workspace_mib: float | None = None  # for decoded keys; None: codes are read as they are
+    prompts: dict[tuple[object, ...], PromptLayout | None] = field(
+        default_factory=dict[tuple[object, ...], PromptLayout | None]
+    )  # over expanded keys, by entry and shapes; None where these are not expanded
     host_lens: HostLens | None = None  # of all sequences; None in a graph, where they change
 
     def __post_init__(self) -> None:
@@ -115,13 +118,16 @@ class Step:
         append_kv(kept, k, v, self.slot_mapping, saturated=cache.saturated)
         self._observe(cache, window)
         outs: list[torch.Tensor] = []
-        for _, places in groupby(range(len(self.entries)), lambda i: self.entries[i].tokens):
+        for _, found in groupby(range(len(self.entries)), lambda i: self.entries[i].tokens):
             states: list[AttentionState] = []
+            places = list(found)
             for place in places:  # a sink is a key, to be seen once
                 rules = LayerRules(scale, window, softcap, None if states else sinks)
                 keys = self.entries[place].keys(k, v, cache)
                 if self.entries[place].way.selects and window is None:
                     states.append(self._sparse_state(q, place, keys, rules, cache))
+                elif len(places) == 1 and not cache.is_plain:
+                    states.append(self._quantised_state(q, place, cast("PagedKV", keys), rules))
                 else:
                     states.append(self.attend_entry(q, place, keys, rules))
             outs.append(states[0].out if len(states) == 1 else merge(*states, with_lse=False))
@@ -180,6 +186,37 @@ class Step:
             options: Any = {"window": rules.window, "fused_merge": self.fused_merge}
             plan = self._plans.find(entry, tokens, keys, **options)
         return attend_section(entry, tokens, keys, rules, plan)
+
+    def _quantised_state(
+        self, q: torch.Tensor, place: int, keys: PagedKV, rules: LayerRules
+    ) -> AttentionState:
+        """Attention of one entry to all keys of its sequences, decoded first where that pays."""
+        entry = self.entries[place]
+        tokens, kind = q[entry.tokens], (place, "decoded", rules.window, *_shapes(q, keys))
+        if kind not in self.prompts:
+            self.prompts[kind] = self._decoded_layout(tokens, entry, keys, rules.window)
+        layout = self.prompts[kind]
+        if layout is None:
+            return self.attend_entry(q, place, keys, rules)
+        return attend_quantised_prompt(
+            tokens,
+            keys,
+            q_lens=layout.lens.q_lens,
+            context_lens=layout.lens.context_lens,
+            **rules._asdict(),
+            layout=layout,
+        )
+
+    def _decoded_layout(
+        self, q: torch.Tensor, entry: Entry, keys: PagedKV, window: int | None
+    ) -> PromptLayout | None:
+        if self.host_lens is None or self.max_workspace_mib is None:
+            return None
+        if not entry.causal or entry.tree_mask is not None or entry.way != WHOLE:
+            return None
+        lens = PromptLens(*self.host_lens.within(entry.tokens), window)
+        expander = PageExpander(keys, q.shape[1])
+        return expander.preferred_layout(lens, self.max_workspace_mib, self.fused_merge)
 
     def _observe(self, cache: LayerCache, window: int | None) -> None:
         if self.sparse is not None and window is None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -264,15 +265,13 @@ class PendingSamples:
 
     def __init__(self, copy: Download) -> None:
         self._download = copy
-        self._samples: HostSamples | None = None
 
     def wait(self) -> HostSamples:
         """Waits for the copy alone, not for work that was launched after it."""
-        if self._samples is None:
-            self._samples = self._read()
         return self._samples
 
-    def _read(self) -> HostSamples:
+    @cached_property
+    def _samples(self) -> HostSamples:
         arrays = self._download.wait()
         num_accepted: list[int] = arrays.pop("num_accepted").tolist()
         rows: list[list[int]] = arrays.pop("tokens").tolist()
@@ -281,9 +280,7 @@ class PendingSamples:
         accepted = [list(range(count)) for count in num_accepted]
         if "path" in arrays:
             paths: list[list[int]] = (arrays.pop("path") - 1).tolist()
-            accepted = [
-                path[1 : 1 + count] for path, count in zip(paths, num_accepted, strict=True)
-            ]
+            accepted = [path[1 : 1 + n] for path, n in zip(paths, num_accepted, strict=True)]
         peaks = arrays.pop("peaks")
         if np.isneginf(peaks[:, :, 0]).any():
             for seq, count in enumerate(num_accepted):

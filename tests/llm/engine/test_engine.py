@@ -33,6 +33,7 @@ from tiny_models import (
 )
 
 from anabranch.llm.engine import launch as launch_module
+from anabranch.llm.engine import launched as launched_module
 from anabranch.llm.engine import request as request_module
 from anabranch.llm.engine.build import _capture
 from anabranch.llm.engine.config import EngineConfig, SpeculativeConfig
@@ -729,7 +730,7 @@ def test_a_failing_text_ends_its_request(
 def test_failing_logprobs_end_their_request(
     served: LLM, where: str, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    module: Any = request_module if where == "sampled_entry" else launch_module
+    module: Any = request_module if where == "sampled_entry" else launched_module
     make, land = getattr(module, where), served.engine._land_run
     landing: list[Any] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,11 +24,13 @@ from tiny_models import (
 )
 from transformers import AttentionInterface
 
+from anabranch.compositions.quantised_prompt import PageExpander
 from anabranch.keys.formats import FORMATS, decode, encode
 from anabranch.llm.engine.config import EngineConfig
 from anabranch.llm.engine.llm import LLM
 from anabranch.llm.engine.stats import EngineStats
 from anabranch.llm.models import load_model
+from anabranch.llm.runner.graphs import PromptKey
 from anabranch.llm.runner.kv_cache import (
     CacheFormats,
     LayerShape,
@@ -133,6 +136,30 @@ def test_tokens_are_the_same_however_they_run(options: dict[str, Any], like_gpu:
     stats = llm.stats
     assert ("kv_cache_gib" in options) == (stats.num_preemptions > 0)
     assert ("speculative" in options) == (stats.speculative.num_accepted_tokens > 0)
+
+
+@pytest.mark.parametrize("options", [{}, ENGINES["chunked"], ENGINES["n-gram"]], ids=str)
+@pytest.mark.parametrize("pair", PAIRS)
+def test_keys_that_are_decoded_first_give_the_same_tokens(
+    pair: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As prompts on a Hopper GPU read them; a budget that is too small changes nothing."""
+    pieces: list[int] = []
+    groups = PageExpander.groups
+
+    def counted(expander: PageExpander, *given: Any) -> Any:
+        pieces.append(given[0].num_keys)
+        return groups(expander, *given)
+
+    monkeypatch.setattr(PageExpander, "prefers_expanded", lambda *_: True)
+    monkeypatch.setattr(PageExpander, "groups", counted)
+    for budget in (256, 0.001):
+        pieces.clear()
+        llm = LLM(
+            source(**SHAPE), device="cpu", kv_cache_dtype=pair, max_workspace_mib=budget, **options
+        )
+        assert outputs(llm, PROMPTS) == expected(pair)
+        assert bool(pieces) == (budget == 256)
 
 
 @pytest.fixture(scope="module")
@@ -254,6 +281,37 @@ def prompt_logprobs(llm: LLM, prompt: list[int]) -> torch.Tensor:
     return torch.tensor([each[token].logprob for token, each in given])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["fp8", "int8", "q8_0"])
+def test_decoding_first_loses_less_than_the_format(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prompt of three steps; with a budget that is too small, codes are read as they are."""
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("keys are decoded first on Hopper GPUs")
+    pieces: list[int] = []
+    groups = PageExpander.groups
+
+    def counted(expander: PageExpander, *given: Any) -> Any:
+        pieces.append(given[0].num_keys)
+        return groups(expander, *given)
+
+    shape = {"head_dim": 64, "max_position_embeddings": 8192, "num_key_value_heads": 1}
+    given: Any = {"device": "cuda", "dtype": "float16", "kv_cache_gib": 0.05, "max_num_seqs": 4}
+    given |= {"max_num_batched_tokens": 2048, "cuda_graphs": False}
+    (prompt,) = random_prompts(3, (6000,))
+    exact, codes, decoded = (
+        LLM(source(**shape), kv_cache_dtype=formats, max_workspace_mib=budget, **given)
+        for formats, budget in (("auto", 256), (name, 0.001), (name, 256))
+    )
+    monkeypatch.setattr(PageExpander, "groups", counted)
+    wanted, direct = (prompt_logprobs(llm, prompt) for llm in (exact, codes))
+    assert not pieces
+    found = prompt_logprobs(decoded, prompt)
+    assert max(pieces) >= 6000
+    assert (found - direct).abs().mean() < (direct - wanted).abs().mean() / 2
+
+
 @pytest.mark.parametrize("name", ["fp8", "int8"])
 def test_latent_rows_are_rounded_in_every_form(latent_model: str, name: str) -> None:
     """Expanded where they are new, expanded from pages, and absorbed."""
@@ -296,3 +354,17 @@ def test_16_bits_on_a_cpu_are_said_to_be_slow(caplog: pytest.LogCaptureFixture) 
     assert [record.getMessage() for record in caplog.records] == [
         "dtype bfloat16 on a CPU takes about twice the time of float32"
     ]
+
+
+def test_prompts_that_see_many_keys_decode_them_and_have_no_graph() -> None:
+    def run_of(start: int, num_tokens: int) -> Any:
+        return SimpleNamespace(
+            start=start, num_tokens=num_tokens, num_drafts=0, scores_prompt=False
+        )
+
+    llm = as_on_gpu(LLM(source(), device="cpu", kv_cache_dtype="int8"))
+    runner = llm.engine._launcher._built.runner
+    assert runner._prompt_key([run_of(20_000, 60)]) == PromptKey(64)
+    runner._expands = True  # as on Hopper
+    assert runner._prompt_key([run_of(0, 60)]) == PromptKey(64)
+    assert runner._prompt_key([run_of(20_000, 60)]) is None

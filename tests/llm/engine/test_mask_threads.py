@@ -92,10 +92,13 @@ def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
     compiler._max_lexers = 3
     form = StructuredOutputs(**FORMS[1])
-    states = [compiler.compile(form).begin() for _ in range(7)]
+    states = [compiler.compile(form).begin() for _ in range(4)]
+    grammar = compiler.compile(form, 3)
+    states += [grammar.begin() for _ in range(3)]
     lexers = [state.lexer for state in states]
     assert len(set(lexers[:3])) == 3
     assert lexers[3:] == [*lexers[:3], lexers[0]]
+    assert len({grammar.begin().lexer for _ in range(9)}) == 1  # those that end at once
     del states[1]  # its lexer has the fewest users then
     assert compiler.compile(form).begin().lexer == lexers[1]
     words = np.zeros((len(states), num_words(len(tokenizer))), np.int32)
@@ -117,21 +120,47 @@ def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.Monkey
 def test_requests_that_wait_to_begin_have_lexers_of_their_own() -> None:
     tokenizer = tiny_tokenizer()
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    compiler._max_lexers = 3
+    compiler._max_lexers = 4
     form = StructuredOutputs(**FORMS[1])
-    grammars = [compiler.compile(form) for _ in range(4)]
-    lexers = [grammar.begin().lexer for grammar in grammars]  # each ends at once
-    assert len(set(lexers)) == 1
-    states = [grammar.begin() for grammar in grammars]
+    grammars = [compiler.compile(form), compiler.compile(form, 2)]
+    states = [grammars[place].begin() for place in (0, 1, 1)]
     assert len({state.lexer for state in states}) == 3
 
 
-def test_long_grammars_have_one_lexer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compiler, "MAX_REPEATED_BYTES", 10)
+def test_grammars_with_many_lexers_are_kept_less_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compiler, "MAX_KEPT_LEXERS", 4)
     tokenizer = tiny_tokenizer()
     compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
-    states = [compiler.compile(StructuredOutputs(**FORMS[2])).begin() for _ in range(3)]
-    assert len({state.lexer for state in states}) == 1
+    compiler._max_lexers = 8
+    one, two = (StructuredOutputs(**form) for form in FORMS[:2])
+    compiler.compile(one)
+    compiler.compile(two, 3)
+    assert list(compiler._kept) == [one, two]
+    compiler.compile(one)
+    compiler.compile(two, 4)
+    assert list(compiler._kept) == [two]
+    compiler.compile(two, 6)  # the newest is kept, however many it has
+    assert list(compiler._kept) == [two]
+    assert compiler._kept_bytes == len(two.text)
+
+
+def test_a_sequence_leaves_the_lexer_that_another_brought_to_a_bound() -> None:
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    grammar = compiler.compile(StructuredOutputs(regex="ab?c"))
+    a, b = (tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "ab")
+    rules = TokenRules(grammar.begin(), None, None)
+    rules.accept(a)
+    rules.accept_ahead(b)
+    assert rules.state is not None
+    first, size = rules.state.lexer, len(tokenizer)
+    before = alone([rules.state], size)
+    rules.leave_failed_lexer()
+    assert rules.state.lexer is first
+    first.failed = True
+    rules.leave_failed_lexer()
+    assert rules.state.lexer is not first
+    np.testing.assert_array_equal(alone([rules.state], size), before)
 
 
 def test_whoever_begins_masks_can_work_meanwhile() -> None:
@@ -161,6 +190,7 @@ def test_a_token_taken_ahead_is_taken_once() -> None:
     a, b, c = (tokenizer.encode(letter, add_special_tokens=False)[-1] for letter in "abc")
     rules = TokenRules(grammar.begin(), None, None)
     rules.accept_ahead(a)
+    rules.accept_ahead(a)  # the step could not be launched, the next one begins anew
     rules.accept(a)
     assert rules.num_valid([b, c]) == 2
     rules.accept_ahead(a)  # which cannot follow

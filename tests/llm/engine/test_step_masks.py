@@ -28,6 +28,10 @@ class Rules:
         self.mark = mark
         self.asked: list[Any] = []
 
+    def leave_failed_lexer(self) -> None:
+        if self.mark == 8:
+            raise RuntimeError("no memory for another")
+
     def fill(self, masks: Any, drafts: Any, parents: Any, *, first_made: bool) -> None:
         assert not first_made
         self.asked = [list(drafts), list(parents)]
@@ -81,8 +85,9 @@ def test_rows_of_several_sequences(padded: bool, on_device: bool) -> None:
     ]
 
 
-def test_a_grammar_that_fails_ends_its_request_alone() -> None:
-    runs = [run("bad", 9, [1]), run("good", 1, [])]
+@pytest.mark.parametrize("mark", [8, 9])
+def test_a_grammar_that_fails_ends_its_request_alone(mark: int) -> None:
+    runs = [run("bad", mark, [1]), run("good", 1, [])]
     masks, failed = step_masks(runs, batch_of(runs, padded=False))
     assert masks is not None and list(failed) == ["bad"]
     assert masks.words[2, 0] == 100
@@ -128,3 +133,16 @@ def test_masks_that_threads_make_are_kept(raises: bool) -> None:
     assert masks is not None and not failed
     assert masks.words[:, 0].tolist() == ([100, 200, 300] if raises else [7, 200, 8])
     assert [each.seq.rules.made for each in runs] == [not raises, False, not raises]
+
+
+def test_masks_are_made_one_by_one_where_threads_cannot_begin() -> None:
+    class Threads:
+        pinned = False
+
+        def start(self, *_: Any) -> None:
+            raise RuntimeError("can't start new thread")
+
+    runs = [run("a", 1, []), run("b", 2, [])]
+    masks, failed = step_masks(runs, batch_of(runs, padded=False), threads=Threads())
+    assert masks is not None and not failed
+    assert masks.words[:, 0].tolist() == [100, 200]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from json_schemas import every_schema
 from server_models import talking_model, tiny_tokenizer
-from tiny_models import tiny
+from tiny_models import as_on_gpu, tiny
 
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 
@@ -39,6 +39,15 @@ DRAFTS: dict[str, Any] = {
     },
 }
 MOST = 400
+# One text has a format, patterns of its own and of a reference, and eight of an alternative.
+MANY_PATTERNS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"a": {"format": "date", "pattern": "1", "$ref": "#/$defs/x~1y"}},
+    "$defs": {
+        "x/y": {"pattern": "2", "anyOf": [{"pattern": "0"}, {"$ref": "#/$defs/z"}]},
+        "z": {"allOf": [{"pattern": str(place)} for place in range(3, 11)]},
+    },
+}
 
 
 @cache
@@ -95,7 +104,8 @@ def test_drafts_change_no_token(drafts: str) -> None:
     assert engine(drafts).stats.speculative.num_accepted_tokens > 0
 
 
-def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_threads_change_no_token(in_flight: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Masks are made ahead by several threads, or one by one: of one grammar, some, and none."""
     wanted: list[dict[str, Any]] = [{"json_object": True}] * 12
     wanted += [{"regex": "[a-z]{3,9}"}, {"choice": ("yes", "no")}] * 2
@@ -106,7 +116,7 @@ def test_threads_change_no_token(monkeypatch: pytest.MonkeyPatch) -> None:
     for cores in (1, 8):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
         llm = LLM(talking_model(), device="cpu", max_num_seqs=16, speculative=None)
-        outputs = llm.generate(["hello the"] * len(given), given)
+        outputs = (as_on_gpu(llm) if in_flight else llm).generate(["hello the"] * len(given), given)
         found.append(
             [(x.outputs[0].token_ids, x.outputs[0].finish_reason, x.error) for x in outputs]
         )
@@ -182,11 +192,17 @@ def test_rules_that_leave_no_token_end_one_request() -> None:
 
 
 def test_a_grammar_out_of_fuel_ends_its_request() -> None:
-    llm = engine("none")
-    slow = params({"regex": "((a{1000}){200}b|(a{999}){300}c)"}, logit_bias={}, max_tokens=200)
-    failed, good = llm.generate(["x", "x"], [slow, params({"regex": "b{3}"})])
+    """Others of the same grammar are answered: those that wait meanwhile, and those that come."""
+    llm, tokenizer = engine("none"), tiny_tokenizer()
+    regex = {"regex": "((a{1000}){200}b|(a{999}){300}c)|b{3}"}
+    slow = params(regex, logit_bias={tokenizer.convert_tokens_to_ids("a"): 100}, max_tokens=200)
+    fine = params(regex, logit_bias={tokenizer.convert_tokens_to_ids("b"): 100})
+    failed, *good = llm.generate(["x"] * 40, [slow] + [fine] * 39)
     assert failed.error is not None and "too many expressions" in failed.error
-    assert good.outputs[0].text == "bbb"
+    shared = [each for each in good[:15] if each.error is not None]  # in the same batch
+    assert len(shared) < 15 and all(each.outputs[0].text == "bbb" for each in good[15:])
+    (later,) = llm.generate(["x"], fine)
+    assert later.error is None and later.outputs[0].text == "bbb"
 
 
 @pytest.mark.parametrize(
@@ -199,6 +215,25 @@ def test_a_grammar_out_of_fuel_ends_its_request() -> None:
             {"json": {"properties": {"a": {"items": {"anyOf": [{"not": {}}]}}}}},
             r'json.properties.a.items.anyOf.0 cannot be compiled: Unimplemented keys: \["not"\]',
         ),
+        ({"json": {"multipleOf": 3_000_017}}, "json: multipleOf 3000017 takes too much time"),
+        (
+            {"json": {"anyOf": [{"multipleOf": 9.97}, {"multipleOf": -991}]}},
+            "multipleOf 9.97 takes",
+        ),
+        (
+            {"grammar": 'start: %json {"multipleOf": 997} | %json\n{"mul\\u0074ipleOf": 991}'},
+            "grammar: multipleOf 99[17] takes too much time",
+        ),
+        (
+            {"json": {}, "prelude": 'prelude: %json {"multipleOf": 3000017}'},
+            "json: multipleOf 3000017 takes too much time",
+        ),
+        ({"json": MANY_PATTERNS}, "json: a text that must match 11 patterns and formats takes"),
+        (
+            {"grammar": f"start: %json {json.dumps(MANY_PATTERNS)}"},
+            "grammar: a text that must match 11 patterns and formats takes",
+        ),
+        ({"json": '{"allOf": [' * 450 + "{}" + "]}" * 450}, "json: .*recursion"),
         ({"json": "{"}, "json is no valid JSON"),
         ({"json": {"a": {1}}}, "json is no JSON schema"),
         ({"choice": []}, "choice must be a list"),

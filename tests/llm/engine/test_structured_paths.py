@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,30 @@ def test_preempted_sequences(drafts: str, in_flight: bool) -> None:
     llm = build(drafts, kv_cache_gib=held, max_model_len=128)
     assert answers(as_on_gpu(llm) if in_flight else llm) == expected()
     assert llm.stats.num_preemptions > 0
+
+
+def test_no_thread_has_a_grammar_after_a_step_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, waited = as_on_gpu(build("none")), list[bool]()
+    engine = llm.engine
+
+    class Threads:
+        pinned = False
+
+        def start(self, *_: Any) -> Any:
+            return SimpleNamespace(result=lambda: waited.append(True))
+
+    def fail() -> Any:
+        raise OSError("the device is lost")
+
+    for name in ("one", "two"):
+        engine.add_request(name, [5, 6, 7], params(LIST))
+    engine.step()
+    with monkeypatch.context() as patched:
+        patched.setattr(engine._launcher, "_mask_threads", Threads())
+        patched.setattr(engine, "_land", fail)
+        with pytest.raises(OSError, match="lost"):
+            engine.step()
+    assert waited == [True]
 
 
 @pytest.mark.parametrize("way", ["tensor_parallel", "context_parallel"])

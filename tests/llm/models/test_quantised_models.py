@@ -15,11 +15,11 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("gguf")
 
 from gguf_files import SIZES, tiny_llama  # noqa: E402
-from quantised_files import FORMATS, FP8, INT4, compressed, fp8, write_checkpoint  # noqa: E402
+from quantised_files import FORMATS, FP8, INT4, compressed, write_checkpoint  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
 from anabranch import LLM, SamplingParams  # noqa: E402
-from anabranch.llm.models import load_model  # noqa: E402
+from anabranch.llm.models import experts, load_model  # noqa: E402
 from anabranch.llm.models.dummy_model import dummy_config  # noqa: E402
 from anabranch.llm.models.fused_projections import (  # noqa: E402
     GatedMLP,
@@ -28,11 +28,9 @@ from anabranch.llm.models.fused_projections import (  # noqa: E402
 )
 from anabranch.llm.models.model_config import read_config, scheme_of  # noqa: E402
 from anabranch.llm.models.quantised_linear import QuantisedLinear  # noqa: E402
-from anabranch.llm.models.quantised_model import (  # noqa: E402
-    Checkpoint,
-    load_quantised,
-    quantise_randomly,
-)
+from anabranch.llm.models.quantised_model import Checkpoint, load_quantised  # noqa: E402
+from anabranch.llm.models.quantised_weight import QuantisedWeight  # noqa: E402
+from anabranch.llm.models.random_codes import quantise_randomly  # noqa: E402
 from anabranch.llm.models.weight_scheme import read_scheme  # noqa: E402
 
 PROMPT = torch.tensor([[5, 17, 250, 3, 99, 1, 0, 42]])
@@ -95,34 +93,78 @@ def test_the_engine_runs_them(name: str, tmp_path: Path) -> None:
     assert tokens("quantised", speculative="ngram") == expected
 
 
-def test_experts_are_expanded(tmp_path: Path) -> None:
-    """A file has each expert's weights; the model one weight for all."""
-    sizes = {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-    config = transformers.Qwen3MoeConfig(**sizes, mlp_only_layers=[], decoder_sparse_step=1)
+def write_experts(directory: Path, name: str, *, sizes: dict[str, Any] | None = None) -> Any:
+    """A Qwen3-MoE whose file has each expert's weights, and its model one weight for all."""
+    own = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, **(sizes or {})}
+    config = transformers.Qwen3MoeConfig(**{**SIZES, **own}, mlp_only_layers=[])
     model = transformers.Qwen3MoeForCausalLM(config).eval()
-    write_checkpoint(tmp_path, model, "fp8 channel")
-    tensors, rng = load_file(tmp_path / "model.safetensors"), np.random.default_rng(1)
+    write_checkpoint(directory, model, name)
+    tensors, rng = load_file(directory / "model.safetensors"), np.random.default_rng(1)
     for index, layer in enumerate(model.model.layers):
-        experts = layer.mlp.experts
-        parent = f"model.layers.{index}.mlp.experts"
+        parent, experts = f"model.layers.{index}.mlp.experts", layer.mlp.experts
         for key in ("gate_up_proj", "down_proj"):
             del tensors[f"{parent}.{key}"]
-        for expert in range(4):
-            for part, (n, k) in {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}.items():
-                written, numbers = fp8(rng, n, k, "channel")
+        n, k = experts.down_proj.shape[2], experts.down_proj.shape[1]
+        for expert in range(config.num_experts):
+            for part, shape in {"gate": (n, k), "up": (n, k), "down": (k, n)}.items():
+                written, numbers = FORMATS[name][1](rng, *shape)
+                scale = next(key for key in written if "scale" in key)
+                written[scale] = written[scale] / 16
                 for key, value in written.items():
                     tensors[f"{parent}.{expert}.{part}_proj.{key}"] = value
                 weight = experts.down_proj if part == "down" else experts.gate_up_proj
-                rows = slice(32, 64) if part == "up" else slice(0, n)
+                rows = slice(n, 2 * n) if part == "up" else slice(0, shape[0])
                 with torch.no_grad():
-                    weight[expert, rows] = torch.from_numpy(numbers).float()
-    save_file(tensors, tmp_path / "model.safetensors")
+                    weight[expert, rows] = torch.from_numpy(numbers / 16).float()
+    save_file({k: v.contiguous() for k, v in tensors.items()}, directory / "model.safetensors")
+    return model
+
+
+def test_experts_are_expanded(tmp_path: Path) -> None:
+    model = write_experts(tmp_path, "fp8 channel")
     loaded = load_model(str(tmp_path), device="cpu").model
     torch.testing.assert_close(logits(loaded), logits(model))
+    tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight_scale"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.experts\.3\.up_proj"):
         load_model(str(tmp_path), device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "width", "group_n"),
+    [("fp8 channel", 64, 1), ("fp8 block", 128, 128), ("fp8 block", 64, 1), ("int4", 64, 1)],
+)
+def test_experts_stay_codes(
+    name: str, width: int, group_n: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of one prompt and of one token; blocks may end within an expert."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": width, "num_hidden_layers": 1}
+    written = write_experts(tmp_path, name, sizes=sizes)
+    model = kept(tmp_path)
+    monkeypatch.setattr(experts, "is_on_gpu", lambda model: True)
+    assert experts.use_experts(model)
+    for layer in model.model.layers:
+        assert isinstance(layer.mlp.experts.gate_up_proj, QuantisedWeight)
+        assert layer.mlp.experts.gate_up_proj.constants.group_n == group_n
+    for ids in (PROMPT, PROMPT[:, :1]):
+        with torch.inference_mode():
+            found = model(ids.to(DEVICE), use_cache=False).logits.float().cpu()
+            expected = written(ids, use_cache=False).logits
+        assert (found - expected).abs().max() <= 0.02 * expected.abs().max()
+
+
+def test_experts_of_several_formats_are_expanded(tmp_path: Path) -> None:
+    written = write_experts(tmp_path, "fp8 channel")
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.0.mlp.experts.2.up_proj"
+    number = tensors.pop(f"{name}.weight").float() * tensors.pop(f"{name}.weight_scale")
+    tensors[f"{name}.weight"] = number
+    save_file(tensors, tmp_path / "model.safetensors")
+    first, second = (layer.mlp.experts for layer in kept(tmp_path).model.layers)
+    expected = written.model.layers[0].mlp.experts.gate_up_proj
+    torch.testing.assert_close(first.gate_up_proj.float().cpu(), expected.half().float())
+    assert isinstance(second.gate_up_proj, QuantisedWeight)
 
 
 def resize(tensors: dict[str, torch.Tensor], name: str) -> None:
@@ -272,6 +314,18 @@ def test_dummies_have_codes(name: str) -> None:
     layer = model.model.layers[0].mlp.down_proj
     assert layer.quantised.constants.kind == name.rpartition("-")[2]
     assert 0.01 < layer.weight.float().std() < 0.04
+
+
+def test_dummies_have_experts_of_codes() -> None:
+    scheme = scheme_of(dummy_config("deepseek-v2-lite-fp8"))
+    assert scheme is not None and (scheme.group_n, scheme.group_k) == (128, 128)
+    sizes = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 128}
+    config = transformers.Qwen3MoeConfig(**SIZES, **sizes, mlp_only_layers=[])
+    model = transformers.Qwen3MoeForCausalLM(config).half()
+    assert quantise_randomly(model, scheme) == 2 * 4
+    for layer in model.model.layers:
+        assert layer.mlp.experts.gate_up_proj.n == 2 * 2 * 128
+        assert 0.01 < layer.mlp.experts.down_proj.expanded().float().std() < 0.04
 
 
 def test_settings_of_schemes() -> None:
