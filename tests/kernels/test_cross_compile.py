@@ -129,6 +129,7 @@ SPILLS = {
     (HOPPER, "sm_90"): {"": 128, "every rule": 512, "256": 512},
     (HOPPER_EXPERTS, "sm_90"): {"256 experts": 32},  # in the producer, once a tile
     (LATENT, "sm_90"): {"": 64},  # at the ends of items, and in the producer
+    (ROWS, "sm_90"): {"8 x 16, 32 runs, int8 in groups of 16 zeros": 8},  # no GGUF format's
     (ORDER, "sm_90"): {"": 16},
     # one program, once a step
     **{(SCHEDULE, x): {"packed, fixed parts, dealt out whole": 8} for x in ("sm_90", "sm_100")},

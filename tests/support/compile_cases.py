@@ -637,6 +637,7 @@ def quantised_rows_cases(shared_memory: int) -> Iterator[Case]:
         "fp8 in blocks": CodeConstants("fp8", 128, 128, packed),
         "int8": CodeConstants("int8", 1, 4096, packed),
         "int8 in groups of 32": CodeConstants("int8", 1, 32, packed),
+        "int8 in groups of 16": CodeConstants("int8", 1, 16, packed),
         "int4": CodeConstants("int4", 1, 128, packed),
         "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
     }

@@ -47,6 +47,7 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
     yield "fp8", partial(launch_case, CodeConstants("fp8", 128, 128, packed), torch.bfloat16)
     yield "int8", partial(launch_case, CodeConstants("int8", 1, 4096, packed), torch.bfloat16)
     yield "int4", partial(launch_case, CodeConstants("int4", 1, 128, packed), torch.float16)
+    yield "groups of 16", partial(launch_case, CodeConstants("int8", 1, 16, packed), torch.bfloat16)
     yield "groups of 32", partial(launch_case, CodeConstants("int4", 1, 32, packed), torch.bfloat16)
 
 
@@ -71,14 +72,14 @@ def expand_codes_kernel(
     PARTS: tl.constexpr = C.parts
     for part in tl.static_range(PARTS):
         first = run * C.run + part * C.words
-        places = (tl.minimum(first, K - 1) // C.group_k).to(tl.int64) * scales_stride
-        places += own // C.group_n
+        columns = first + tl.arange(0, C.words)
+        column = columns[None, :] if C.steps > 1 else first
+        places = (tl.minimum(column, K - 1) // C.group_k).to(tl.int64) * scales_stride
+        places += (own // C.group_n)[:, None]
         numbers = parts[part].to(tl.float32)
         if weight.zeros is not None:
-            zeros = tl.load(weight.zeros + places).to(tl.float32) - C.zero
-            numbers -= zeros[:, None]
-        numbers *= tl.load(weight.scales + places).to(tl.float32)[:, None]
-        columns = first + tl.arange(0, C.words)
+            numbers -= tl.load(weight.zeros + places).to(tl.float32) - C.zero
+        numbers *= tl.load(weight.scales + places).to(tl.float32)
         mask = (rows < n)[:, None] & (columns < K)[None, :]
         ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(ptrs, numbers.to(DTYPE), mask)
