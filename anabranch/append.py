@@ -58,7 +58,7 @@ def append_kv(
     elif kind is None or identity is None or kind in APPENDS:
         _append_kv(keys, new, slot_mapping, saturated, impl)
     else:
-        with record() as recording:
+        with record(slot_mapping.device) as recording:
             _append_kv(keys, new, slot_mapping, saturated, impl)
         APPENDS.keep(kind, prepare(recording, tensors, identity.tensors))
 

@@ -219,7 +219,7 @@ def _attend_first(
     identity = call.keys.identity
     if known.sinks_apart or not is_all or not q.is_cuda or identity is None:
         return _attend_shaped(q, call, out, plan.attend)
-    with record() as recording:
+    with record(q.device) as recording:
         state = _attend_shaped(q, call, out, plan.attend)
     known.plans[plan.kind] = prepare_state(
         recording, tensors[:6], state, (plan.room,), identity.tensors

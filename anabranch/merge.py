@@ -117,7 +117,7 @@ def merge(
     if kind is None or kind in MERGES:
         _launch_any_rank(launch, states, stacked, out, with_lse)
     else:
-        with record() as recording:
+        with record(first.device) as recording:
             _launch_any_rank(launch, states, stacked, out, with_lse)
         found = prepare_state(recording, tensors, out)
         # What is written in place now, is so in all merges of the kind.

@@ -141,7 +141,7 @@ def make_plan(
     call = AttendCall(queries, keys, rules, keys.view())
     if kind is None or identity is None:
         return plan_call(call, options, impl)
-    with record() as recording:
+    with record(q.device) as recording:
         plan = plan_call(call, options, impl)
     filling = prepare(recording, (q, cu_seqlens_q), identity.tensors, (plan.room,))
     empty = None if plan.kind.layout.size else plan

@@ -138,6 +138,6 @@ class PageExpander:
         if kind is None or identity is None or kind in EXPANSIONS:
             expand(*given)
             return
-        with record() as recording:
+        with record(keys.device) as recording:
             expand(*given)
         EXPANSIONS.keep(kind, prepare(recording, (spans, k, v), identity.tensors))

@@ -166,7 +166,7 @@ class Lone:
 )
 def test_operations_that_would_have_to_run_again(extra: Any, complete: bool) -> None:
     x = torch.ones(4, 4)
-    with recorder.record() as recording:
+    with recorder.record(torch.device("cuda")) as recording:
         recorder.launch(Lone(), (1,), x)
         extra(x)
     assert recording.complete == complete

@@ -113,11 +113,15 @@ def test_layers_use_it_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     from test_engine_models import config_of
 
     from anabranch.llm.models import latent_attention as module
+    from anabranch.llm.models.attention_functions import known_to_transformers
     from anabranch.llm.runner.model_attention import NAME, collecting, register
 
     register()
     config = config_of(name)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=NAME)
+    implementation = known_to_transformers(NAME)
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation=implementation
+    )
     model = model.eval().to(DEVICE).requires_grad_(False)
     assert module.use_latent_attention(model) == 2
     outputs, calls = list[torch.Tensor](), list[int]()

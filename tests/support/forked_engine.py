@@ -21,7 +21,13 @@ from anabranch.llm.server import engine_process
 from anabranch.llm.server.engine_process import EngineProcess
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOADED = ["torch.distributed", "anabranch.llm.engine.llm", "anabranch.llm.server.engine_child"]
+PRELOADED = [
+    "torch.distributed",
+    "anabranch.llm.engine.llm",
+    "anabranch.llm.models.checkpoint",
+    "anabranch.llm.models.replaced_parts",
+    "anabranch.llm.server.engine_child",
+]
 
 
 class ForkedProcess:

@@ -22,12 +22,27 @@ static void rotate(float *x, const float *cos, const float *sin, long rows, long
     }
 }
 
-/* joined [rows, n] = norm(x) @ w.T + bias, of which the first heads are rotated. */
+/* Normalise heads in place, each by its row of norms [num_heads, dim]. */
+static void norm_heads(float *x, const float *norms, long rows, long row_stride, long num_heads,
+                       long dim, float epsilon, int num_threads) {
+#pragma omp parallel for num_threads(num_threads) if (rows * num_heads * dim >= MIN_PARALLEL)
+  for (long row = 0; row < rows; row++)
+    for (long head = 0; head < num_heads; head++) {
+      float *each = x + row * row_stride + head * dim;
+      rms_norm(each, norms + head * dim, each, 1, dim, epsilon, 1);
+    }
+}
+
+/* joined [rows, n] = norm(x) @ w.T + bias, of which the first heads are normalised, unless
+   head_norms is 0, and rotated. */
 void layer_inputs(const float *x, const float *norm, const struct matrix *w, const float *bias,
-                  const float *cos, const float *sin, float *normed, float *joined, long rows,
-                  long num_rotated, long dim, float epsilon, int num_threads) {
+                  const float *head_norms, const float *cos, const float *sin, float *normed,
+                  float *joined, long rows, long num_rotated, long dim, float epsilon,
+                  int num_threads) {
   rms_norm(x, norm, normed, rows, w->k, epsilon, num_threads);
   packed_linear(w, normed, bias, 0, joined, rows, num_threads);
+  if (head_norms)
+    norm_heads(joined, head_norms, rows, w->n, num_rotated, dim, epsilon, num_threads);
   rotate(joined, cos, sin, rows, w->n, num_rotated, dim, num_threads);
 }
 
@@ -50,7 +65,7 @@ void layer_outputs(const float *x, const float *attended, const struct matrix *o
 /* A layer as `run_layers` finds it in a table of int64. */
 struct layer {
   const struct matrix *qkv, *o, *gate_up, *down;
-  const float *qkv_bias, *o_bias, *norm, *next_norm;
+  const float *qkv_bias, *head_norms, *o_bias, *norm, *next_norm;
   float *k, *v; /* caches, whose strides are those of `sizes` */
   int64_t window;
 };
@@ -79,8 +94,8 @@ long run_layers(const struct layer *layers, const float *factors, const struct s
   for (float *each = out; each < rest; each++) /* of tokens of no sequence, written by nobody */
     *each = each < lse ? 0 : -INFINITY;
   for (long i = 0; i < num_layers && !status; i++, layers++, factors += 3) {
-    layer_inputs(from, layers->norm, layers->qkv, layers->qkv_bias, step->cos, step->sin, normed,
-                 joined, rows, num_rotated, dim, factors[0], num_threads);
+    layer_inputs(from, layers->norm, layers->qkv, layers->qkv_bias, layers->head_norms, step->cos,
+                 step->sin, normed, joined, rows, num_rotated, dim, factors[0], num_threads);
     sizes[WINDOW] = layers->window;
     status = attend_pages(joined, layers->k, layers->v, 0, 0, 0, step->pages, step->seq_lens,
                           step->starts, joined + heads * dim,

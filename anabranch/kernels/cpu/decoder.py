@@ -26,6 +26,7 @@ class AttentionWeights(NamedTuple):
     epsilon: float
     qkv: torch.Tensor  # the table of a packed weight, like o, gate_up and down
     bias: torch.Tensor | None
+    head_norms: torch.Tensor | None  # [num_rotated, head_dim], by the same epsilon
     num_outputs: int  # of q, k and v
     num_rotated: int  # heads of q and k
     head_dim: int
@@ -49,7 +50,7 @@ def layer_inputs(
     sin: torch.Tensor,
     weights: AttentionWeights,
 ) -> torch.Tensor:
-    """q, k and v of every row, q and k rotated, [rows, heads, head_dim]."""
+    """q, k and v of every row, q and k normalised and rotated, [rows, heads, head_dim]."""
     rows = len(x)
     normed, joined = torch.empty_like(x), x.new_empty(rows, weights.num_outputs)
     native().layer_inputs(
@@ -57,6 +58,7 @@ def layer_inputs(
         weights.norm.data_ptr(),
         weights.qkv.data_ptr(),
         _address(weights.bias),
+        _address(weights.head_norms),
         cos.data_ptr(),
         sin.data_ptr(),
         normed.data_ptr(),
@@ -177,6 +179,6 @@ class LayerRun:
     def _row(layer: RunLayer, store: tuple[torch.Tensor, torch.Tensor]) -> list[int]:
         before, after, _, window = layer
         tensors = (before.qkv, after.o, after.gate_up, after.down)
-        tensors += (before.bias, after.bias, before.norm, after.norm, *store)
+        tensors += (before.bias, before.head_norms, after.bias, before.norm, after.norm, *store)
         addresses = [0 if each is None else each.data_ptr() for each in tensors]
         return [*addresses, NO_WINDOW if window is None else window]

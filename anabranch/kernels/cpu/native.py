@@ -25,7 +25,7 @@ SIGNATURES = {
     "rms_norm": (POINTER, POINTER, POINTER, LONG, LONG, FLOAT, INT),
     "silu_gate": (POINTER, POINTER, LONG, LONG, INT),
     "hold_team": (INT,),
-    "layer_inputs": (*[POINTER] * 8, *[LONG] * 3, FLOAT, INT),
+    "layer_inputs": (*[POINTER] * 9, *[LONG] * 3, FLOAT, INT),
     "layer_outputs": (*[POINTER] * 9, LONG, FLOAT, INT),
     "run_layers": (*[POINTER] * 5, *[LONG] * 4, INT),
     "attend_pages": (*[POINTER] * 15, FLOAT, INT),

@@ -41,9 +41,9 @@ def progress_bars() -> Generator[Progress]:
 
 
 def quiet_transformers() -> None:
-    """Switch off the bars and warnings of transformers, which would run into ours."""
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    from transformers.utils import logging
+    """Switch off the bars and warnings of transformers, which would run into ours.
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    It reads these when it is imported, which models that do not need it spare.
+    """
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -147,7 +147,7 @@ def perplexity(model: Any, tokenizer: Any, text: str) -> tuple[float, int]:
     """How surprised a model is by the beginning of a text, and of how many tokens."""
     import torch
 
-    ids: list[int] = tokenizer(text).input_ids
+    ids: list[int] = tokenizer.encode(text)
     window = min(WINDOW, len(ids), model.config.max_position_embeddings)
     if window < 2:
         raise ValueError(f"the text has {len(ids)} tokens, and 2 are needed")

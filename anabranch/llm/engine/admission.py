@@ -63,7 +63,7 @@ def _text_ids(prompt: str, tokenizer: Any | None) -> list[int]:
     if tokenizer is None:
         raise ValueError("this model has no tokenizer: give the prompt as token ids")
     check_unicode(prompt)
-    return cast("list[int]", tokenizer(prompt)["input_ids"])
+    return cast("list[int]", tokenizer.encode(prompt))
 
 
 def _given_ids(prompt: Any) -> list[int]:

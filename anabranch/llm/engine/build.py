@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -18,14 +18,7 @@ from anabranch.llm.engine.config import DTYPES, EngineConfig
 from anabranch.llm.engine.drafters import check_windows, make_chain
 from anabranch.llm.engine.limits import Limits, size, text_config, vocab_size
 from anabranch.llm.models import Activations, LoadedModel, load_model
-from anabranch.llm.models.cpu_layers import use_cpu_norms
-from anabranch.llm.models.decoder import fuse_decoder_layers
-from anabranch.llm.models.experts import use_experts
-from anabranch.llm.models.fused_projections import gate_joined, join_projections
-from anabranch.llm.models.latent_attention import use_latent_attention
-from anabranch.llm.models.router import use_router
-from anabranch.llm.models.row_linear import use_row_linear
-from anabranch.llm.parallel.shard_model import shard_model
+from anabranch.llm.models.packed_decoder import PackedDecoder
 from anabranch.llm.runner.dealt_step import DealtPages
 from anabranch.llm.runner.graphs import GraphKey, Progress, StepChoice, graph_batches, prompt_sizes
 from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers
@@ -143,7 +136,8 @@ def _compiles(config: EngineConfig, target: LoadedModel, device: torch.device) -
     """Twenty seconds at the start are worth it for models that take seconds to load."""
     if config.compile is not None:
         return config.compile
-    return device.type == "cuda" and target.model.num_parameters() >= COMPILED_WEIGHTS
+    model = cast("Any", target.model)  # on a GPU, of transformers
+    return device.type == "cuda" and model.num_parameters() >= COMPILED_WEIGHTS
 
 
 def _shapes(limits: Limits) -> list[GraphKey]:
@@ -164,7 +158,7 @@ def _load_models(
 ) -> tuple[LoadedModel, LoadedModel | None]:
     """The target, or this rank's part of it, and the draft model."""
     cuts = ranks is not None and not config.deals_context
-    target = _load(config.model, config, device, say, cut=shard_model if cuts else None)
+    target = _load(config.model, config, device, say, cut=_shard if cuts else None)
     speculative = config.speculative
     if speculative is None or speculative.model is None or (ranks is not None and ranks.rank):
         return target, None
@@ -173,11 +167,18 @@ def _load_models(
     return target, draft
 
 
+def _shard(model: Any) -> None:
+    from anabranch.llm.parallel.shard_model import shard_model
+
+    shard_model(model)
+
+
 def _identity(target: LoadedModel) -> dict[str, object]:
     """What must be the same on every rank."""
     versions = {name: import_module(name).__version__ for name in PACKAGES}
     found: dict[str, object] = {f"the version of {name}": versions[name] for name in PACKAGES}
-    settings = {k: v for k, v in target.config.to_dict().items() if k != "_name_or_path"}
+    config = cast("dict[str, Any]", cast("Any", target.config).to_dict())  # of transformers
+    settings = {k: v for k, v in config.items() if k != "_name_or_path"}
     text = repr(sorted(settings.items())).encode()
     return found | {"the model's config": hashlib.sha256(text).hexdigest()[:16]}
 
@@ -199,6 +200,7 @@ def _load(
             progress=lambda what: say(what, 0, 0),
             cut=cut,
             activations=Activations(config.activations) if config.num_ranks == 1 else None,
+            whole_layers=config.join_projections and not config.compile,
         )
     except KeyError as error:
         if error.args != (NAME,):
@@ -207,15 +209,11 @@ def _load(
             f"{source} has attention classes of its own and none for transformers' "
             "AttentionInterface, so its keys cannot be kept in pages"
         ) from error
-    use_experts(loaded.model)
-    use_router(loaded.model)
-    use_latent_attention(loaded.model, max_workspace_mib=config.max_workspace_mib)
-    if config.join_projections:
-        join_projections(loaded.model)
-    use_row_linear(loaded.model)
-    gate_joined(loaded.model)
-    use_cpu_norms(loaded.model)
-    fuse_decoder_layers(loaded.model)
+    if not isinstance(loaded.model, PackedDecoder):
+        from anabranch.llm.models.replaced_parts import replace_parts
+
+        joins, most = config.join_projections, config.max_workspace_mib
+        replace_parts(loaded.model, joins=joins, max_workspace_mib=most)
     return loaded
 
 

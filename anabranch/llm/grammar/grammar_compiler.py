@@ -6,6 +6,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable
+from copy import copy
 from typing import Any
 
 from anabranch.llm.grammar.grammar_source import grammar_source
@@ -118,14 +119,20 @@ class GrammarCompiler:
             return self._tokens
 
     def _make_tokens(self) -> Any:
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
 
         if self._tokenizer is None:
             raise ValueError("structured_outputs: this model has no tokenizer")
         if not self._eos_ids:
             raise ValueError("structured_outputs: this model has no token that ends a text")
-        return from_tokenizer(
-            self._tokenizer, n_vocab=self._vocab_size, eos_token=list(self._eos_ids), slices=SLICES
+        backend = copy(self._tokenizer.backend_tokenizer)
+        backend.no_padding()
+        backend.no_truncation()
+        return LLTokenizer(
+            backend.to_str(),
+            n_vocab=self._vocab_size,
+            eos_token=list(self._eos_ids),
+            slices=SLICES,
         )
 
     def _keep(self, wanted: StructuredOutputs, lexers: Lexers) -> None:

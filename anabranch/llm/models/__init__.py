@@ -2,6 +2,5 @@
 
 from anabranch.llm.models.fetched_models import smollm2_directory
 from anabranch.llm.models.load import Activations, LoadedModel, load_model
-from anabranch.llm.models.model_config import check_fits
 
-__all__ = ["Activations", "LoadedModel", "check_fits", "load_model", "smollm2_directory"]
+__all__ = ["Activations", "LoadedModel", "load_model", "smollm2_directory"]

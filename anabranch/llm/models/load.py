@@ -9,30 +9,26 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from anabranch.kernels.cpu.native import native
-from anabranch.llm.models.checkpoint import load_tokenizer, load_weights
 from anabranch.llm.models.fetched_models import (
     Progress,
     WeightForm,
-    hub_directory,
+    gguf_directory,
     smollm2_directory,
 )
-from anabranch.llm.models.model_config import (
-    check_fits,
-    default_dtype,
-    empty_model,
-    read_config,
-    scheme_of,
-)
-from anabranch.llm.models.packed_model import INDEX, load_packed
-from anabranch.llm.models.quantised_model import plain_config
-from anabranch.llm.models.random_codes import quantise_randomly
+from anabranch.llm.models.file_tokenizer import FileTokenizer, file_tokenizer
+from anabranch.llm.models.packed_decoder import PackedDecoder, load_decoder
+from anabranch.llm.models.packed_file import INDEX
 
-CONFIGS = Path(__file__).parent / "configs"
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+    from anabranch.llm.models.decoder_config import DecoderConfig
+
 DUMMY = "dummy:"
 HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
@@ -48,10 +44,10 @@ class Activations(Enum):
 class LoadedModel:
     """A model ready for inference, and its tokenizer if it has one."""
 
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase | None
+    model: PreTrainedModel | PackedDecoder
+    tokenizer: PreTrainedTokenizerBase | FileTokenizer | None
     name: str
-    config: PreTrainedConfig
+    config: PreTrainedConfig | DecoderConfig
 
 
 def load_model(
@@ -64,6 +60,7 @@ def load_model(
     progress: Progress | None = None,
     cut: Callable[[PreTrainedModel], object] | None = None,
     activations: Activations | None = None,
+    whole_layers: bool = False,
 ) -> LoadedModel:
     """Load a model onto a device.
 
@@ -73,9 +70,13 @@ def load_model(
     given. `progress` is called with each step as it starts. `cut` may leave a part of the model
     only; that part of a checkpoint alone must fit on the device. With `activations`, weights
     of a GGUF file stay quantised unless `dtype` is given: as codes on a GPU, and in its formats on
-    a CPU with kernels for them.
+    a CPU with kernels for them. With `whole_layers`, a model of these kernels is none of
+    transformers where they run its layers whole.
     """
     if source.startswith(DUMMY):
+        from anabranch.llm.models.dummy_model import dummy_config, dummy_model
+        from anabranch.llm.models.model_config import default_dtype
+
         config = dummy_config(source.removeprefix(DUMMY))
         _tell(progress, f"drawing random weights for {source}")
         model = dummy_model(
@@ -92,12 +93,23 @@ def load_model(
     form = _kept_form(torch.device(device)) if keeps else WeightForm.FLOATS
     name, directory = _find(source, progress, form)
     _tell(progress, f"loading {name}")
+    kept = activations is not None and (directory / INDEX).is_file()
+    float_inputs = activations is Activations.FLOAT32
+    if kept and whole_layers:
+        decoder = load_decoder(
+            directory, implementation=attn_implementation, float_inputs=float_inputs
+        )
+        small = None if decoder is None else file_tokenizer(directory)
+        if decoder is not None and small is not None:
+            return _loaded(decoder, small, name)
+    from anabranch.llm.models.checkpoint import load_tokenizer, load_weights
+
     tokenizer = load_tokenizer(directory)
-    if activations is not None and (directory / INDEX).is_file():
+    if kept:
+        from anabranch.llm.models.packed_model import load_packed
+
         model = load_packed(
-            directory,
-            attn_implementation=attn_implementation,
-            float_inputs=activations is Activations.FLOAT32,
+            directory, attn_implementation=attn_implementation, float_inputs=float_inputs
         )
         return _loaded(model, tokenizer, name)
     model = load_weights(
@@ -128,13 +140,13 @@ def _find(
     if path.is_dir():
         return path.resolve().name, path
     if path.suffix == ".gguf" and path.is_file():
-        from anabranch.llm.models.gguf_file import gguf_directory  # other sources need no gguf
-
         return path.stem, gguf_directory(path, form=form, progress=progress)
     if path.exists():
         raise ValueError(f"{source} is neither a transformers directory nor a .gguf file")
     if path.suffix != ".gguf" and HUB_ID.fullmatch(source):
         _tell(progress, f"downloading {source}")
+        from anabranch.llm.models.hub_model import hub_directory
+
         return source, hub_directory(source)
     raise FileNotFoundError(
         f"no model {source!r}: a source is smollm2, a transformers directory, a .gguf file, "
@@ -143,7 +155,9 @@ def _find(
 
 
 def _loaded(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str
+    model: PreTrainedModel | PackedDecoder,
+    tokenizer: PreTrainedTokenizerBase | FileTokenizer | None,
+    name: str,
 ) -> LoadedModel:
     model.eval().requires_grad_(False)
     return LoadedModel(model, tokenizer, name, model.config)
@@ -152,43 +166,3 @@ def _loaded(
 def _tell(progress: Progress | None, step: str) -> None:
     if progress:
         progress(step)
-
-
-def dummy_config(name: str) -> PreTrainedConfig:
-    """A configuration by the path of its file or directory, or by a name in `configs/`."""
-    shipped = sorted(path.stem for path in CONFIGS.glob("*.json"))
-    if name in shipped:
-        return read_config(CONFIGS / f"{name}.json")
-    path = Path(name).expanduser()
-    if path.is_dir():
-        path /= "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"dummy:{name}: neither a config file nor one of {shipped}")
-    return read_config(path)
-
-
-def dummy_model(
-    config: PreTrainedConfig,
-    *,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    attn_implementation: str = "sdpa",
-    seed: int = 0,
-) -> PreTrainedModel:
-    """A model with random weights as transformers initialises them, the same for a seed.
-
-    Memory is allocated on the device once; transformers' initialisation then writes every weight
-    there, and the buffers that no checkpoint holds, such as rotary frequencies. Where the
-    configuration has a format of quantised weights, GPUs get random codes of it.
-    """
-    device, scheme = torch.device(device), scheme_of(config)
-    model = empty_model(plain_config(config), dtype, attn_implementation)
-    check_fits(sum(weight.nbytes for weight in model.parameters()), device)
-    model.to_empty(device=device)
-    model.tie_weights()
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        model.initialize_weights()
-        if scheme is not None and device.type == "cuda":
-            quantise_randomly(model, scheme)
-    return model

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
 )
 
+from anabranch.llm.models.attention_functions import known_to_transformers
 from anabranch.llm.models.weight_scheme import WeightScheme, read_scheme
 
 GIB = 2**30
@@ -82,7 +83,10 @@ def empty_model(
     config: PreTrainedConfig, dtype: torch.dtype, attn_implementation: str = "eager"
 ) -> PreTrainedModel:
     """A model on the meta device."""
-    options: Any = {"dtype": dtype, "attn_implementation": attn_implementation}
+    options: Any = {
+        "dtype": dtype,
+        "attn_implementation": known_to_transformers(attn_implementation),
+    }
     with torch.device("meta"):
         return AutoModelForCausalLM.from_config(deepcopy(config), **options)
 

@@ -19,6 +19,7 @@ from anabranch.attend import attend
 from anabranch.compositions.up_projection import UpProjection
 from anabranch.kernels.cpu.decoder import PagedStep
 from anabranch.keys import DenseKV
+from anabranch.llm.models.attention_functions import register_attention
 from anabranch.llm.runner.kv_cache import LayerCache, LayerShape
 from anabranch.llm.runner.latent_step import attend_fresh_rows, attend_latent
 from anabranch.llm.runner.step import Step
@@ -31,10 +32,8 @@ _found: ContextVar[Layers] = ContextVar("_found")  # filled while layers are col
 
 
 def register() -> None:
-    """Make the function known to transformers; no mask function, so models make no masks."""
-    from transformers import AttentionInterface
-
-    cast("Any", AttentionInterface).register(NAME, engine_attention)
+    """Make the function known to models; no mask function, so models make no masks."""
+    register_attention(NAME, engine_attention)
 
 
 def engine_attention(

@@ -165,8 +165,7 @@ class Step:
         known = self._in_place.get(shapes)
         if known is None:
             first = self.entries[0]
-            alone = len(self.entries) == 1 and not first.is_fresh
-            plain = alone and first.causal and first.tree_mask is None
+            plain = len(self.entries) == 1 and first.causal and first.tree_mask is None
             keys, starts = cache.keys(first.page_table, first.seq_lens), first.cu_seqlens_q
             bounds = cast("list[int]", starts.tolist())  # pyright: ignore[reportUnknownMemberType]
             options: Any = {"softcap": softcap, "tree_mask": None}

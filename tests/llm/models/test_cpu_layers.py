@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from anabranch.kernels.cpu.native import native
 from anabranch.llm.models.cpu_layers import CpuRMSNorm, use_cpu_norms
-from anabranch.llm.models.decoder import CpuDecoderLayer, fuse_decoder_layers
+from anabranch.llm.models.fused_layers import FusedLayer, fuse_decoder_layers
 from anabranch.llm.models.fused_projections import gate_joined, join_projections
 from anabranch.llm.models.row_linear import use_row_linear
 
@@ -46,7 +46,8 @@ def prepare(model: nn.Module) -> tuple[int, int]:
         ("llama", {"attention_bias": True, "tie_word_embeddings": True}, 5, 2),
         ("qwen2", {}, 5, 2),
         ("mistral", {"sliding_window": 3}, 5, 2),
-        ("qwen3", {}, 9, 0),  # norms of q and k
+        ("qwen3", {}, 9, 2),  # norms of heads of q and k
+        ("olmo2", {}, 9, 0),  # norms of all heads together
         ("granite", {"residual_multiplier": 0.5}, 5, 0),
         ("gemma2", {"query_pre_attn_scalar": 16}, 0, 0),  # norms by 1 + weight, four a layer
         ("gpt2", {"n_embd": 64, "n_head": 4, "n_layer": 2}, 0, 0),
@@ -58,7 +59,7 @@ def test_values(model_type: str, changes: dict[str, Any], norms: int, layers: in
     expected = model(tokens, use_cache=False).logits
     assert prepare(model) == (norms, layers)
     assert sum(isinstance(x, CpuRMSNorm) for x in model.modules()) == norms
-    assert sum(isinstance(x, CpuDecoderLayer) for x in model.modules()) == layers
+    assert sum(isinstance(x, FusedLayer) for x in model.modules()) == layers
     actual = model(tokens, use_cache=False).logits
     torch.testing.assert_close(actual, expected, rtol=2e-4, atol=2e-4)
 
@@ -67,7 +68,7 @@ def test_values(model_type: str, changes: dict[str, Any], norms: int, layers: in
 def test_a_layer_keeps_the_window_of_its_attention() -> None:
     model = model_of("mistral", sliding_window=3)
     prepare(model)
-    layer = next(x for x in model.modules() if isinstance(x, CpuDecoderLayer))
+    layer = next(x for x in model.modules() if isinstance(x, FusedLayer))
     assert layer.arguments["sliding_window"] == 3
 
 

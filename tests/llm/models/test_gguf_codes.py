@@ -18,10 +18,13 @@ from gguf_blocks import random_rows  # noqa: E402
 from gguf_files import SIZES, tiny_llama, write_gguf  # noqa: E402
 
 from anabranch.llm.models import Activations, load_model  # noqa: E402
-from anabranch.llm.models.fetched_models import WeightForm, models_directory  # noqa: E402
+from anabranch.llm.models.fetched_models import (  # noqa: E402
+    WeightForm,
+    gguf_directory,
+    models_directory,
+)
 from anabranch.llm.models.fused_projections import gate_joined, join_projections  # noqa: E402
 from anabranch.llm.models.gguf_codes import FORMATS, code_tensors  # noqa: E402
-from anabranch.llm.models.gguf_file import gguf_directory  # noqa: E402
 from anabranch.llm.models.model_config import read_config, scheme_of  # noqa: E402
 from anabranch.llm.models.quantised_linear import QuantisedLinear, set_quantised  # noqa: E402
 from anabranch.llm.models.quantised_model import load_quantised  # noqa: E402
@@ -207,7 +210,7 @@ def test_form_of_a_device(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
         asked.append(form)
         raise InterruptedError
 
-    monkeypatch.setattr("anabranch.llm.models.gguf_file.gguf_directory", directory)
+    monkeypatch.setattr("anabranch.llm.models.load.gguf_directory", directory)
     path = tmp_path / "a.gguf"
     path.touch()
     for options in (

@@ -19,9 +19,9 @@ from anabranch.llm.engine.config import EngineConfig  # noqa: E402
 from anabranch.llm.engine.limits import size  # noqa: E402
 from anabranch.llm.engine.llm import LLM  # noqa: E402
 from anabranch.llm.models import load_model  # noqa: E402
+from anabranch.llm.models.dummy_model import dummy_config  # noqa: E402
 from anabranch.llm.models.fused_projections import join_projections  # noqa: E402
 from anabranch.llm.models.latent_attention import LatentAttention, use_latent_attention  # noqa: E402
-from anabranch.llm.models.load import dummy_config  # noqa: E402
 from anabranch.llm.models.model_config import num_weight_bytes  # noqa: E402
 from anabranch.llm.runner import latent_step  # noqa: E402
 from anabranch.llm.runner.graphs import GraphKey  # noqa: E402

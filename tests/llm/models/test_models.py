@@ -18,7 +18,8 @@ gguf = pytest.importorskip("gguf")
 
 from gguf_files import GGUF_NAMES, SIZES, tiny_llama, write_gguf  # noqa: E402
 
-from anabranch.llm.models import check_fits, load_model, model_config, smollm2_directory  # noqa: E402
+from anabranch.llm.models import load_model, model_config, smollm2_directory  # noqa: E402
+from anabranch.llm.models.dummy_model import CONFIGS, dummy_config, dummy_model  # noqa: E402
 from anabranch.llm.models.fetched_models import (  # noqa: E402
     make_once,
     models_directory,
@@ -27,7 +28,6 @@ from anabranch.llm.models.fetched_models import (  # noqa: E402
 from anabranch.llm.models.gguf_file import convert_gguf  # noqa: E402
 from anabranch.llm.models.gguf_metadata import open_gguf  # noqa: E402
 from anabranch.llm.models.gguf_tokenizer import gguf_tokenizer  # noqa: E402
-from anabranch.llm.models.load import CONFIGS, dummy_config, dummy_model  # noqa: E402
 from anabranch.llm.models.model_config import (  # noqa: E402
     default_dtype,
     num_weight_bytes,
@@ -309,7 +309,7 @@ def test_a_hub_gives_a_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         asked.append(allow_patterns)
         return str(save_tiny(tmp_path))
 
-    monkeypatch.setattr("anabranch.llm.models.fetched_models.snapshot_download", snapshot)
+    monkeypatch.setattr("anabranch.llm.models.hub_model.snapshot_download", snapshot)
     assert load_model("some/model", device="cpu").name == "some/model"
     assert ["model*.safetensors" in patterns for patterns in asked] == [False, True]
 
@@ -396,8 +396,8 @@ def test_weights_have_16_bits_where_there_is_a_gpu() -> None:
 
 def test_models_that_do_not_fit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_config, "free_bytes", lambda device: 3 * 2**30)
-    check_fits(3 * 2**30, "cuda")
-    check_fits(2**60, "cpu")
+    model_config.check_fits(3 * 2**30, "cuda")
+    model_config.check_fits(2**60, "cpu")
     with pytest.raises(ValueError, match=r"needs 15\.0 GiB, the GPU has 3\.0 GiB free"):
         dummy_model(dummy_config("llama-3.1-8b"), device="cuda", dtype=torch.bfloat16)
 

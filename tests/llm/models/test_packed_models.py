@@ -20,7 +20,7 @@ from anabranch.kernels.cpu.native import native  # noqa: E402
 from anabranch.llm.models import Activations, load_model  # noqa: E402
 from anabranch.llm.models.cpu_layers import PackedEmbedding, PackedLinear  # noqa: E402
 from anabranch.llm.models.fetched_models import models_directory  # noqa: E402
-from anabranch.llm.models.packed_model import DATA, INDEX  # noqa: E402
+from anabranch.llm.models.packed_file import DATA, INDEX  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs a C compiler")
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}

@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from anabranch import LLM, SamplingParams  # noqa: E402
 from anabranch.llm.models import experts, load_model  # noqa: E402
+from anabranch.llm.models.dummy_model import dummy_config  # noqa: E402
 from anabranch.llm.models.fused_projections import (  # noqa: E402
     GatedMLP,
     gate_joined,
     join_projections,
 )
-from anabranch.llm.models.load import dummy_config  # noqa: E402
 from anabranch.llm.models.model_config import read_config, scheme_of  # noqa: E402
 from anabranch.llm.models.quantised_linear import QuantisedLinear  # noqa: E402
 from anabranch.llm.models.quantised_model import Checkpoint, load_quantised  # noqa: E402
