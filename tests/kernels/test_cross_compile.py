@@ -25,6 +25,7 @@ KERNELS = Path(anabranch.__file__).parent / "kernels"
 TESTS = Path(__file__).parents[1] / "support"
 APPEND = "anabranch.kernels.triton.append_kv"
 ATTEND = "anabranch.kernels.triton.attend"
+CODE_EXPERTS = "anabranch.kernels.layers.quantised_experts"
 EXPERTS = "anabranch.kernels.layers.expert_product"
 HOPPER_EXPERTS = "anabranch.kernels.layers.hopper_experts"
 HOPPER = "anabranch.kernels.gluon.kernel"
@@ -69,6 +70,7 @@ SOME = {
         (module, target): cases
         for target in ("sm_80", "sm_100", "gfx942")
         for module, cases in (
+            (CODE_EXPERTS, ["16 rows, fp8 in blocks, gated", "16 rows, int4"]),
             (EXPERTS, ["16 x 32 gated"]),
             (QUANTISED, [f"32 rows, 128 outputs, 4 splits, {kind}" for kind in ("fp8", "int4")]),
             (ROWS, ["8 x 16, 16 runs, fp8", "16 x 32, 4 runs, int4"]),
@@ -129,7 +131,6 @@ SPILLS = {
     (HOPPER, "sm_90"): {"": 128, "every rule": 512, "256": 512},
     (HOPPER_EXPERTS, "sm_90"): {"256 experts": 32},  # in the producer, once a tile
     (LATENT, "sm_90"): {"": 64},  # at the ends of items, and in the producer
-    (ROWS, "sm_90"): {"8 x 16, 32 runs, int8 in groups of 16 zeros": 8},  # no GGUF format's
     (ORDER, "sm_90"): {"": 16},
     # one program, once a step
     **{(SCHEDULE, x): {"packed, fixed parts, dealt out whole": 8} for x in ("sm_90", "sm_100")},

@@ -52,6 +52,19 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
 
 
 @triton.jit
+def load_spread(ptr, outputs, first, stride, K: tl.constexpr, C: tl.constexpr):
+    """Scales or zeros of a part of a run: for each output, and column where they differ there."""
+    ptrs = ptr + outputs // C.group_n
+    if C.steps == 1:
+        place = (tl.minimum(first, K - 1) // C.group_k).to(tl.int64) * stride
+        return tl.load(ptrs + place).to(tl.float32)[:, None]
+    else:
+        columns = tl.minimum(first + tl.arange(0, C.words), K - 1)
+        places = (columns // C.group_k).to(tl.int64) * stride
+        return tl.load(ptrs[:, None] + places[None, :]).to(tl.float32)
+
+
+@triton.jit
 def expand_codes_kernel(
     weight,  # CodeArguments
     w_ptr,  # [n, K]
@@ -73,13 +86,10 @@ def expand_codes_kernel(
     for part in tl.static_range(PARTS):
         first = run * C.run + part * C.words
         columns = first + tl.arange(0, C.words)
-        column = columns[None, :] if C.steps > 1 else first
-        places = (tl.minimum(column, K - 1) // C.group_k).to(tl.int64) * scales_stride
-        places += (own // C.group_n)[:, None]
         numbers = parts[part].to(tl.float32)
         if weight.zeros is not None:
-            numbers -= tl.load(weight.zeros + places).to(tl.float32) - C.zero
-        numbers *= tl.load(weight.scales + places).to(tl.float32)
+            numbers -= load_spread(weight.zeros, own, first, scales_stride, K, C) - C.zero
+        numbers *= load_spread(weight.scales, own, first, scales_stride, K, C)
         mask = (rows < n)[:, None] & (columns < K)[None, :]
         ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(ptrs, numbers.to(DTYPE), mask)

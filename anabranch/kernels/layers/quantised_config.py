@@ -229,5 +229,5 @@ def every_rows_config(constants: CodeConstants) -> list[RowsConfig]:
 
 
 def _of_runs(config: RowsConfig, constants: CodeConstants) -> RowsConfig:
-    """As many columns at a time where runs are shorter."""
-    return replace(config, runs=config.runs * RUN // constants.run)
+    """As many columns at a time where runs are shorter, of groups of 16 half as many."""
+    return replace(config, runs=config.runs * RUN // constants.run // constants.steps)
