@@ -284,9 +284,7 @@ class ModelRunner:
 
     def _graph_key(self, step: Sequence[Scheduled], way: DecodeWay) -> GraphKey | None:
         lengths = {run.num_tokens for run in step}
-        if len(lengths) != 1 or not all(run.samples for run in step):
-            return None
-        if any(run.scores_prompt for run in step):
+        if len(lengths) != 1 or any(run.scores_prompt or not run.samples for run in step):
             return None
         return fitting_key(self.graphs, lengths.pop(), len(step), way)
 
