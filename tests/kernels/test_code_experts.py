@@ -150,3 +150,25 @@ def test_sizes_of_real_models(name: str, num_tokens: int) -> None:
     rounded = mixed(x, experts, weights, *(each.to(BRAIN) for each in wide))
     found = mix_quantised_experts(x, experts, weights, *held)
     assert_close(found.cpu(), exact.cpu(), rounded.cpu())
+
+
+def test_compiles_once_for_any_number_of_tokens() -> None:
+    held, _ = drawn("fp8 channel", 64, 32)
+    torch._dynamo.reset()
+
+    def mix(x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return 2 * mix_quantised_experts(x, experts, weights, *held)
+
+    compiled = torch.compile(mix, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    def given(num_tokens: int) -> list[torch.Tensor]:
+        weights, experts = torch.rand(num_tokens, NUM_EXPERTS).topk(2)
+        x = torch.randn(num_tokens, 64, dtype=BRAIN)
+        return [each.to(DEVICE) for each in (x, experts, weights)]
+
+    for num_tokens in (3, 1):  # one token is compiled by itself
+        compiled(*given(num_tokens))
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for num_tokens in (5, 1, 20):
+            inputs = given(num_tokens)
+            assert torch.equal(compiled(*inputs), mix(*inputs))

@@ -53,6 +53,9 @@ FORMATS = {
     "int4": ("int4", 1, 128, False),
     "int4 zeros": ("int4", 1, 64, True),
     "int4 short": ("int4", 1, 32, False),
+    "int4 in groups of 16": ("int4", 1, 16, True),
+    "int8 in groups of 16": ("int8", 1, 16, False),
+    "int8 in groups of 48": ("int8", 1, 48, True),
     "int4 shortest": ("int4", 1, 8, True),
     "int4 channel": ("int4", 1, None, False),
 }
@@ -320,7 +323,7 @@ def test_choice(constants: CodeConstants) -> None:
 def test_choice_for_few_rows() -> None:
     fp8, int4, short = KINDS
     assert select_rows(fp8, 9, 4096, 132) is None and select_rows(int4, 17, 4096, 132) is None
-    assert select_rows(CodeConstants("int4", 1, 16), 1, 4096, 132) is None
+    assert select_rows(CodeConstants("int4", 1, 8), 1, 4096, 132) is None
     for constants in (fp8, int4, short):
         for n in (16, 6144, 28672):
             config = select_rows(constants, 8, n, 132)

@@ -20,6 +20,7 @@ from functools import partial
 from importlib import import_module
 from io import StringIO
 from traceback import format_exc
+from unittest import mock
 
 import torch
 from compiled_launch import TARGETS, compile_launch, record, resources
@@ -28,6 +29,7 @@ from hot_loop import (
     loops_join_no_halves,
     loops_overlap_products,
     loops_stay_in_registers,
+    products_follow_each_other,
     serialised,
     tiles_stay_in_registers,
     waits_after_exponentials,
@@ -76,6 +78,7 @@ from anabranch.kernels.triton.mask_tokens import mask_tokens
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.move_rows import WORDS, move_rows
 from anabranch.kernels.triton.share_pages import share_pages
+from anabranch.kernels.versions import TRITON
 from anabranch.keys import PLAIN, DenseKV, LatentKV, PagedKV, SelectedKV, store_of
 from anabranch.keys.formats import FORMATS, empty_store, encoded_store
 from anabranch.rules import Rules
@@ -207,6 +210,9 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
         alone = partial(stored, 4, name, shared_memory, paired=False)
         yield f"decode {name}, keys one by one", alone
     yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
+    if TRITON >= (3, 9):  # a choice of benchmarks/in_turns.py
+        narrow = mock.patch("anabranch.kernels.config.CODE_ROWS", 8)
+        yield "decode q8_0, tiles of 8 rows", narrow(partial(stored, 4, "q8_0", shared_memory))
     few = partial(stored, 4, "int8", shared_memory, num_pairs=8)
     yield "decode one sequence of int8", few
     yield "decode 16 rows of int8", partial(stored, 16, "int8", shared_memory)
@@ -268,10 +274,12 @@ def gluon_cases(_: int) -> Iterator[Case]:
         *,
         few_blocks: bool = False,
         tokens: int = 1000,
+        q_columns: int | None = None,
     ) -> None:
         num_heads = 8 * group if group % 2 else 32
+        tiles = select_tiles(*dims, few_blocks=few_blocks)
         constants = hopper_constants(
-            select_tiles(*dims, few_blocks=few_blocks),
+            tiles if q_columns is None else replace(tiles, q_columns=q_columns),
             causal=True,
             packing=select_packing(group, tokens),
             num_heads=num_heads,
@@ -300,6 +308,9 @@ def gluon_cases(_: int) -> Iterator[Case]:
     yield "96", partial(launch, (96, 96), 1, 0, True, plain)
     yield "every rule", partial(launch, (128, 128), 4, 16, True, every_rule)
     yield "256, every rule", partial(launch, (256, 256), 4, 16, False, every_rule)
+    for dim, columns in ((128, 64), (128, 128), (256, 128)):  # choices of benchmarks/in_turns.py
+        chosen = partial(launch, (dim, dim), 4, 16, False, plain, q_columns=columns)
+        yield f"{dim}, {columns} query columns in registers", chosen
 
 
 def rows_of(num_heads: int, dim: int) -> StateRows:
@@ -637,6 +648,7 @@ def quantised_rows_cases(shared_memory: int) -> Iterator[Case]:
         "fp8 in blocks": CodeConstants("fp8", 128, 128, packed),
         "int8": CodeConstants("int8", 1, 4096, packed),
         "int8 in groups of 32": CodeConstants("int8", 1, 32, packed),
+        "int8 in groups of 16": CodeConstants("int8", 1, 16, packed),
         "int4": CodeConstants("int4", 1, 128, packed),
         "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
     }
@@ -678,7 +690,11 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
 }
 # What the loops of a warp-specialised kernel must do, by its name
 LOOPS = {
-    "attend_kernel": (waits_after_exponentials, loops_join_no_halves),
+    "attend_kernel": (
+        waits_after_exponentials,
+        loops_join_no_halves,
+        products_follow_each_other,
+    ),
     "attend_latent_kernel": (loops_stay_in_registers,),
     "expert_rows_kernel": (loops_stay_in_registers, loops_overlap_products),
 }

@@ -24,11 +24,23 @@ def waits_after_exponentials(cubin: bytes) -> bool:
 
     ptxas likes to lift that wait; the tensor cores then idle while weights are computed.
     """
-    body = _hot_loop(_disassembled(cubin))
+    body = _consumer_loops(cubin)[0]
     scores = next(i for i, line in enumerate(body) if re.search(r"DEPBAR.LE gsb0, 0x[12]", line))
     values = next(i for i, line in enumerate(body) if "DEPBAR.LE gsb0, 0x0" in line)
     exponentials = [i for i, line in enumerate(body) if "MUFU.EX2" in line]
     return scores < min(exponentials) and max(exponentials) < values
+
+
+def products_follow_each_other(cubin: bytes) -> bool:
+    """Whether no barrier stands between the two products of a tile, in the loop of either consumer.
+
+    There all warps would wait for each other before they multiply weights and values.
+    """
+    for body in _consumer_loops(cubin):
+        products = [i for i, line in enumerate(body) if "HGMMA" in line]
+        if any("BAR.SYNC" in line for line in body[products[0] : products[-1]]):
+            return False
+    return True
 
 
 def tiles_stay_in_registers(cubin: bytes) -> bool:
@@ -64,12 +76,17 @@ def _product_loops(cubin: bytes) -> list[list[str]]:
 def loops_join_no_halves(cubin: bytes) -> bool:
     """Whether weights stay packed in pairs from one tile to the next: a byte permutation in the
     loop of a consumer joins two of them."""
+    return not any("PRMT" in line for body in _consumer_loops(cubin) for line in body)
+
+
+def _consumer_loops(cubin: bytes) -> list[list[str]]:
+    """The loops over tiles of the consumers, which wait for scores while more is under way."""
     loops = (
         body
         for body in _loops(_disassembled(cubin))
         if any(re.search(r"DEPBAR.LE gsb0, 0x[12]", line) for line in body)
     )
-    return not any("PRMT" in line for body in sorted(loops, key=len)[:2] for line in body)
+    return sorted(loops, key=len)[:2]
 
 
 @lru_cache(maxsize=1)  # several checks look at one kernel
@@ -81,13 +98,6 @@ def _disassembled(cubin: bytes) -> list[str]:
         return subprocess.run(
             command, capture_output=True, text=True, check=True
         ).stdout.splitlines()
-
-
-def _hot_loop(lines: list[str]) -> list[str]:
-    """The shortest loop that waits for scores while something else is under way."""
-    pattern = r"DEPBAR.LE gsb0, 0x[12]"
-    loops = (body for body in _loops(lines) if any(re.search(pattern, line) for line in body))
-    return min(loops, key=len)
 
 
 def _loops(lines: list[str]) -> list[list[str]]:

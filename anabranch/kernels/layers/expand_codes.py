@@ -47,7 +47,21 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
     yield "fp8", partial(launch_case, CodeConstants("fp8", 128, 128, packed), torch.bfloat16)
     yield "int8", partial(launch_case, CodeConstants("int8", 1, 4096, packed), torch.bfloat16)
     yield "int4", partial(launch_case, CodeConstants("int4", 1, 128, packed), torch.float16)
+    yield "groups of 16", partial(launch_case, CodeConstants("int8", 1, 16, packed), torch.bfloat16)
     yield "groups of 32", partial(launch_case, CodeConstants("int4", 1, 32, packed), torch.bfloat16)
+
+
+@triton.jit
+def load_spread(ptr, outputs, first, stride, K: tl.constexpr, C: tl.constexpr):
+    """Scales or zeros of a part of a run: for each output, and column where they differ there."""
+    ptrs = ptr + outputs // C.group_n
+    if C.steps == 1:
+        place = (tl.minimum(first, K - 1) // C.group_k).to(tl.int64) * stride
+        return tl.load(ptrs + place).to(tl.float32)[:, None]
+    else:
+        columns = tl.minimum(first + tl.arange(0, C.words), K - 1)
+        places = (columns // C.group_k).to(tl.int64) * stride
+        return tl.load(ptrs[:, None] + places[None, :]).to(tl.float32)
 
 
 @triton.jit
@@ -71,14 +85,11 @@ def expand_codes_kernel(
     PARTS: tl.constexpr = C.parts
     for part in tl.static_range(PARTS):
         first = run * C.run + part * C.words
-        places = (tl.minimum(first, K - 1) // C.group_k).to(tl.int64) * scales_stride
-        places += own // C.group_n
+        columns = first + tl.arange(0, C.words)
         numbers = parts[part].to(tl.float32)
         if weight.zeros is not None:
-            zeros = tl.load(weight.zeros + places).to(tl.float32) - C.zero
-            numbers -= zeros[:, None]
-        numbers *= tl.load(weight.scales + places).to(tl.float32)[:, None]
-        columns = first + tl.arange(0, C.words)
+            numbers -= load_spread(weight.zeros, own, first, scales_stride, K, C) - C.zero
+        numbers *= load_spread(weight.scales, own, first, scales_stride, K, C)
         mask = (rows < n)[:, None] & (columns < K)[None, :]
         ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + columns[None, :]
         tl.store(ptrs, numbers.to(DTYPE), mask)

@@ -33,9 +33,19 @@ class CodeConstants:
         return 4 if self.kind == "int4" else 2
 
     @property
-    def words(self) -> int:
-        """Of a run, and columns that are multiplied at a time: all of one group."""
+    def step(self) -> int:
+        """Columns that are always of one group."""
         return min(self.group_k & -self.group_k, RUN // self.parts)
+
+    @property
+    def words(self) -> int:
+        """Of a run, and columns that are multiplied at a time: of one group, or of two of 16."""
+        return 32 if self.step == 16 else self.step
+
+    @property
+    def steps(self) -> int:
+        """Of the columns of a part."""
+        return self.words // self.step
 
     @property
     def run(self) -> int:
@@ -219,5 +229,5 @@ def every_rows_config(constants: CodeConstants) -> list[RowsConfig]:
 
 
 def _of_runs(config: RowsConfig, constants: CodeConstants) -> RowsConfig:
-    """As many columns at a time where runs are shorter."""
-    return replace(config, runs=config.runs * RUN // constants.run)
+    """As many columns at a time where runs are shorter, of groups of 16 half as many."""
+    return replace(config, runs=config.runs * RUN // constants.run // constants.steps)

@@ -111,12 +111,11 @@ def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]
 
 
 @triton.jit
-def add_part(w, x_ptrs, inside, first, sums, K: tl.constexpr, C: tl.constexpr):
-    """Add the products of a part of a run, the columns from `first` on."""
+def load_part(x_ptrs, inside, first, K: tl.constexpr, C: tl.constexpr):
+    """Columns of a part of a run, from `first` on."""
     if K % C.run:
         inside = inside & (first + tl.arange(0, C.words) < K)[:, None]
-    x = tl.load(x_ptrs + first, inside, other=0.0, eviction_policy="evict_last")
-    return tl.dot(w, x, sums, input_precision="ieee")
+    return tl.load(x_ptrs + first, inside, other=0.0, eviction_policy="evict_last")
 
 
 @triton.jit
@@ -131,7 +130,8 @@ def add_run(words, offset, x_ptrs, inside, first, sums, K: tl.constexpr, C: tl.c
     parts = widen_codes(words, offset, x_ptrs.dtype.element_ty, C)
     PARTS: tl.constexpr = C.parts
     for part in tl.static_range(PARTS):
-        sums = add_part(parts[part], x_ptrs, inside, first + part * C.words, sums, K, C)
+        x = load_part(x_ptrs, inside, first + part * C.words, K, C)
+        sums = tl.dot(parts[part], x, sums, input_precision="ieee")
     return sums
 
 
@@ -143,16 +143,21 @@ def add_groups(
     none = tl.full([words.shape[0], 1], C.zero, tl.float32)
     parts = widen_codes(words, none, x_ptrs.dtype.element_ty, C)
     PARTS: tl.constexpr = C.parts
+    STEPS: tl.constexpr = C.steps
     for part in tl.static_range(PARTS):
-        column = tl.minimum(first + part * C.words, K - 1)
-        places = groups + (column // C.group_k).to(tl.int64) * stride
-        w = parts[part]
-        if weight.zeros is not None:
-            zeros = tl.load(weight.zeros + places).to(tl.float32) - C.zero
-            w -= zeros.to(w.dtype)[:, None]
-        products = tl.zeros_like(sums)
-        products = add_part(w, x_ptrs, inside, first + part * C.words, products, K, C)
-        sums += products * tl.load(weight.scales + places).to(tl.float32)[:, None]
+        x = load_part(x_ptrs, inside, first + part * C.words, K, C)
+        for step in tl.static_range(STEPS):
+            column = tl.minimum(first + part * C.words + step * C.step, K - 1)
+            places = groups + (column // C.group_k).to(tl.int64) * stride
+            w = parts[part]
+            if weight.zeros is not None:
+                zeros = tl.load(weight.zeros + places).to(tl.float32) - C.zero
+                w -= zeros.to(w.dtype)[:, None]
+            if STEPS > 1:  # the columns of others count as 0
+                own = tl.arange(0, C.words) // C.step == step
+                w = tl.where(own[None, :], w, tl.zeros_like(w))
+            products = tl.dot(w, x, tl.zeros_like(sums), input_precision="ieee")
+            sums += products * tl.load(weight.scales + places).to(tl.float32)[:, None]
     return sums
 
 

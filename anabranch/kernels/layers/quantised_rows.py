@@ -81,8 +81,11 @@ def as_operand(pairs):
 
 
 @triton.jit
-def load_columns(ptrs, runs, part, dims, WIDTH: tl.constexpr, C: tl.constexpr):
-    """Columns of a part of runs as the matrix unit takes them: [runs, fragments * 32, rows]."""
+def load_columns(ptrs, runs, part, dims, step, WIDTH: tl.constexpr, C: tl.constexpr):
+    """Columns of a part of runs as the matrix unit takes them: [runs, fragments * 32, rows].
+
+    Where a part has several steps, columns of others than the one given are 0.
+    """
     B: tl.constexpr = ptrs.shape[2]
     X: tl.constexpr = ptrs.shape[3]
     F: tl.constexpr = ptrs.shape[4]
@@ -91,6 +94,8 @@ def load_columns(ptrs, runs, part, dims, WIDTH: tl.constexpr, C: tl.constexpr):
         x = tl.load(ptrs + first, first + dims < WIDTH, other=0.0, eviction_policy="evict_last")
     else:
         x = tl.load(ptrs + first, eviction_policy="evict_last")
+    if C.steps > 1:
+        x = tl.where(dims // C.step % C.steps == step, x, tl.zeros_like(x))
     x = tl.reshape(x, [4, 8, B, X, F, 2, 2, 2])
     x = tl.permute(x, (2, 4, 6, 0, 5, 7, 3, 1))
     return tl.reshape(x, [B, F * 32, X * 8])
@@ -132,7 +137,7 @@ def add_runs(pairs, zeros, x_ptrs, runs, dims, products, WIDTH: tl.constexpr, C:
     parts = widen_codes(as_operand(pairs), offset, x_ptrs.dtype.element_ty, C)
     PARTS: tl.constexpr = C.parts
     for part in tl.static_range(PARTS):
-        x = load_columns(x_ptrs, runs, part, dims, WIDTH, C)
+        x = load_columns(x_ptrs, runs, part, dims, 0, WIDTH, C)
         products = tl.dot(parts[part], x, products, input_precision="ieee")
     return products
 
@@ -148,16 +153,18 @@ def add_groups(
     none = tl.full([words.shape[0], words.shape[1], 1], C.zero, tl.float32)
     parts = widen_codes(words, none, x_ptrs.dtype.element_ty, C)
     PARTS: tl.constexpr = C.parts
+    STEPS: tl.constexpr = C.steps
     for part in tl.static_range(PARTS):
-        columns = tl.minimum(runs * C.run + part * C.words, K - 1)
-        w = parts[part]
-        if weight.zeros is not None:
-            zeros = load_groups(weight.zeros, columns, *place, C, GATED, H)
-            w -= (zeros.to(tl.float32) - C.zero).to(w.dtype)[:, :, None]
-        scales = load_groups(weight.scales, columns, *place, C, GATED, H)
-        x = load_columns(x_ptrs, runs, part, dims, WIDTH, C)
-        products = tl.dot(w, x, tl.zeros_like(sums), input_precision="ieee")
-        sums += products * scales.to(tl.float32)[:, :, None]
+        for step in tl.static_range(STEPS):
+            columns = tl.minimum(runs * C.run + part * C.words + step * C.step, K - 1)
+            w = parts[part]
+            if weight.zeros is not None:
+                zeros = load_groups(weight.zeros, columns, *place, C, GATED, H)
+                w -= (zeros.to(tl.float32) - C.zero).to(w.dtype)[:, :, None]
+            scales = load_groups(weight.scales, columns, *place, C, GATED, H)
+            x = load_columns(x_ptrs, runs, part, dims, step, WIDTH, C)
+            products = tl.dot(w, x, tl.zeros_like(sums), input_precision="ieee")
+            sums += products * scales.to(tl.float32)[:, :, None]
     return sums
 
 

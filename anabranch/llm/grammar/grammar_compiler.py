@@ -18,7 +18,8 @@ from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 MAX_KEPT = 128  # grammars
 MAX_KEPT_BYTES = 4 << 20  # of their texts together
 MAX_KEPT_LEXERS = 512  # of them together; one has 15 MB at most, but those of slow grammars
-# Of llguidance: a token's mask takes at most some 10 ms, else the request ends.
+# Of llguidance: a token's mask takes at most some 10 ms, 120 of nested counts as (a{1000}){1000},
+# else the request ends.
 LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 500_000,
     "step_lexer_fuel": 50_000,

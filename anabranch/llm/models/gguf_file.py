@@ -195,14 +195,16 @@ class GGUFRows:
 
     def _order(self, tensor: gguf.ReaderTensor, weight: torch.Tensor) -> torch.Tensor | None:
         values = tensor_values(tensor).to(weight.dtype)
+        if torch.equal(values, weight):
+            return torch.arange(len(weight))
+        second = weight[min(1, len(weight) - 1)]  # an order moves it; all rows take longer
         for order in self._orders(len(weight)):
-            if torch.equal(values[order], weight):
+            if torch.equal(values[order[:2]][-1], second) and torch.equal(values[order], weight):
                 return order
         return None
 
     def _orders(self, n: int) -> Iterator[torch.Tensor]:
         rows = torch.arange(n)
-        yield rows
         for heads in self._heads:
             if n % (2 * heads) == 0:
                 yield halves_from_pairs(rows[:, None], heads)[:, 0]

@@ -23,6 +23,7 @@ from anabranch.llm.runner.graphs import (
     StepChoice,
     StepWork,
     fitting_key,
+    sees_many_keys,
 )
 from anabranch.llm.runner.kv_cache import CacheRows, LayerCache
 from anabranch.llm.runner.model_attention import Layers, bind_layers, running
@@ -39,10 +40,6 @@ from anabranch.llm.runner.step_layout import (
 )
 from anabranch.llm.sequences.sequence import Scheduled
 
-# Keys that the tokens of a prompt see, counted for each, from which decoding the keys of a
-# quantised cache, which no graph can, saves more than a graph: 2048 tokens without a context, for
-# which an H200 takes some 50 us a layer and codes as they are 130 to 170.
-GRAPH_PAIRS = 1 << 20
 WARM_CONTEXT = 32768  # keys before a prompt: enough that its heads are expanded in groups
 
 
@@ -287,9 +284,7 @@ class ModelRunner:
 
     def _graph_key(self, step: Sequence[Scheduled], way: DecodeWay) -> GraphKey | None:
         lengths = {run.num_tokens for run in step}
-        if len(lengths) != 1 or not all(run.samples for run in step):
-            return None
-        if any(run.scores_prompt for run in step):
+        if len(lengths) != 1 or any(run.scores_prompt or not run.samples for run in step):
             return None
         return fitting_key(self.graphs, lengths.pop(), len(step), way)
 
@@ -297,10 +292,8 @@ class ModelRunner:
         """The smallest graph for a step of one prompt, of which one row is wanted at most."""
         if len(step) != 1 or step[0].num_drafts or step[0].scores_prompt:
             return None
-        num_tokens = step[0].num_tokens
-        if num_tokens <= SHORT or (step[0].start and self._fresh_prompts):
+        run = step[0]
+        expands = run.start > 0 if self._fresh_prompts else self._expands and sees_many_keys(run)
+        if run.num_tokens <= SHORT or expands:
             return None
-        pairs = num_tokens * (step[0].start + num_tokens / 2)
-        if self._expands and not self._fresh_prompts and pairs > GRAPH_PAIRS:
-            return None
-        return self.prompt_graphs.fitting(lambda key: key.num_tokens >= num_tokens)
+        return self.prompt_graphs.fitting(lambda key: key.num_tokens >= run.num_tokens)
