@@ -10,6 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from anabranch.kernels.config import power_of_two, split_head_dim
+from anabranch.kernels.versions import QUERY_COLUMNS
 
 # Key and value head dims that tiles have been chosen and tested for: each is one power of two, or
 # two of them (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64).
@@ -58,8 +59,6 @@ def select_tiles(
     """
     if head_dim_k > 192 or head_dim_v > 128:
         return HopperTiles(64, 2, q_columns=WIDE_QUERY_COLUMNS)
-    from anabranch.kernels.versions import QUERY_COLUMNS  # Triton comes with it
-
     q_columns = min(split_head_dim(head_dim_k)[0], QUERY_COLUMNS)
     if head_dim_k <= 128 and (few_keys or (few_blocks and head_dim_k > 64)):
         return HopperTiles(64, 3, q_columns)

@@ -6,14 +6,30 @@ version is a new line of a table. CONTRIBUTING.md says what to run for one.
 
 from __future__ import annotations
 
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import TypeVar
-
-import triton
 
 Version = tuple[int, int]
 Value = TypeVar("Value")
 
-TRITON: Version = tuple(map(int, triton.__version__.split(".")[:2]))  # pyright: ignore
+OLDEST: Version = (3, 6)
+
+
+def installed() -> Version:
+    """Triton's, by its metadata, for CPUs need it not; the oldest where there is none."""
+    try:
+        found = version("triton")
+    except PackageNotFoundError:  # of another distribution, or of none
+        if find_spec("triton") is None:
+            return OLDEST
+        found = str(import_module("triton").__version__)
+    major, minor = map(int, found.split(".")[:2])
+    return major, minor
+
+
+TRITON = installed()
 
 
 def since(table: dict[Version, Value], version: Version = TRITON) -> Value:

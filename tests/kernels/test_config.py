@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import PackageNotFoundError
+from types import SimpleNamespace
+
 import pytest
 from configurations import every_attend_config
 
+from anabranch.kernels import versions
 from anabranch.kernels.config import fit_shared_memory, select_attend, shared_bytes, split_head_dim
 
 HOPPER = {"per_program": 232448, "per_sm": 233472}
@@ -82,3 +86,20 @@ def test_head_dims_are_held_by_two_powers_of_two(head_dim: int, parts: tuple[int
     main, rest = split_head_dim(head_dim)
     assert main + rest >= head_dim
     assert (main, rest) == parts or (head_dim, main, rest) == (200, 256, 0)
+
+
+def test_the_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By metadata, or by the module that another distribution brings, or none."""
+
+    def lacks(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", lambda name: {"triton": "3.9.1+rocm7"}[name])
+    assert versions.installed() == (3, 9)
+    monkeypatch.setattr(versions, "version", lacks)
+    module = SimpleNamespace(__version__="3.8.0")
+    monkeypatch.setattr(versions, "import_module", lambda name: {"triton": module}[name])
+    monkeypatch.setattr(versions, "find_spec", lambda name: {"triton": module}[name])
+    assert versions.installed() == (3, 8)
+    monkeypatch.setattr(versions, "find_spec", lambda _: None)
+    assert versions.installed() == versions.OLDEST
