@@ -50,7 +50,8 @@ NARROW_IN_WARPS = since({(3, 6): True, (3, 8): False})
 # registers before each product; with all queries that is more than a thread has: 756 and 854
 # instructions a tile of 128 keys and dims in the two consumers, with 8 to local memory, against 733
 # and 734 with queries in shared memory, and 726 in 3.6. H200, us: 1 x 1024 25.3 and not 26.9, 1 x
-# 8192 928 and not 946 (895 in 3.6), 512 tokens beside 31 decodes 225 and not 232.
+# 8192 928 and not 946 (895 in 3.6), 512 tokens beside 31 decodes 225 and not 232. That was before
+# gluon's BARRIER_AFTER_CLEARING, and 64 columns have not been timed.
 QUERY_COLUMNS = since({(3, 6): 128, (3, 9): 0})
 
 # Rows of a tile of few queries over codes that are not loaded by pairs, such as Q8_0. 8 leave half
