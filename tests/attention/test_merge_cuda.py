@@ -43,6 +43,7 @@ from anabranch.kernels.cuda.merge import (
 from anabranch.launches import build_cache as cache
 from anabranch.launches import driver, prepare
 from anabranch.launches.extension import build_extension
+from anabranch.launches.recorder import record
 from anabranch.state import merge_stacked
 
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
@@ -537,6 +538,7 @@ def repeated(host: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[Lau
     monkeypatch.setattr(module, "_are_on_gpu", lambda states: True)
     monkeypatch.setattr(module, "load_launcher", lambda *_: on_host(host, ONE_ROW))
     monkeypatch.setattr(module, "MERGES", type(module.MERGES)())
+    monkeypatch.setattr(module, "record", lambda _: record(torch.device("cuda")))
     return host.driver.launches
 
 
