@@ -26,9 +26,9 @@ def merge_slots(
     """Merge rows of parts in the order of their keys. Loads pass by L1: other workers wrote them.
 
     All loads of a batch are under way before the first is used. Parts are merged one by one, as a
-    fold of parts in registers is, or a batch AT_ONCE where no fold has to have the same bits. There,
-    copies of the last part, and of the last row, are loaded and weigh nothing: ptxas loads parts
-    that wait under a condition, or for the weight of the part before, one after the other.
+    fold of parts in registers is, or a batch AT_ONCE where nothing folds them. There, copies of the
+    last part, and of the last row, are loaded and weigh nothing: ptxas loads parts that wait under
+    a condition, or for the weight of the part before, one after the other.
     """
     node, span, children = parts_of_node
     for first in range(0, children, BATCH):
