@@ -159,7 +159,8 @@ MORE_SPILLS = {
     (3, 9): {
         (ATTEND, "sm_90"): {"decode latent, boxes": 704},
         (LISTS, "sm_100"): {"": 8},
-        # before and after its loop
+        # before and after their loops
+        (QUANTISED, "sm_90"): {"int8 in groups of 16 float zeros": 8},
         (ROWS, "sm_90"): {"8 x 16, 16 runs, int8": 16, "16 x 16, 8 runs, int4 in groups": 16},
     },
 }

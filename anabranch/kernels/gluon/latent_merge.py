@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from anabranch.kernels.gluon.barriers import uniform
 from anabranch.kernels.gluon.finish import store_columns
 from anabranch.kernels.gluon.latent_rows import block_rows, store_lse
-from anabranch.kernels.gluon.versions import thread_barrier
+from anabranch.kernels.gluon.versions import MERGES_TWO, thread_barrier
 from anabranch.kernels.parts.join import merge_slots
 from anabranch.kernels.parts.slots import slot_of
 from anabranch.kernels.schedule.walk import take_item
@@ -89,16 +89,25 @@ def leave_latent_part(
         present = count_at(counter, 0) % TURN
         patience -= 1
     if present == num_parts:
-        if num_parts == TWO_PARTS:
+        if not MERGES_TWO:
+            take_any_turns(counter, left, ended, given.results, C, HALF)
+        elif num_parts == TWO_PARTS:
             take_turns(counter, left, ended, given.results, C, HALF, ROWS_OF_TWO, TWO_PARTS)
-        elif num_parts <= FEW_PARTS:
-            take_turns(counter, left, ended, given.results, C, HALF, ROWS_OF_FEW, FEW_PARTS)
         else:
-            BATCH: gl.constexpr = C.tiles.merge_batch
-            take_turns(counter, left, ended, given.results, C, HALF, ROWS_OF_MANY, BATCH)
+            take_any_turns(counter, left, ended, given.results, C, HALF)
     if count_at(counter + 1, 1) == num_parts - 1:
         gl.store(counter, 0)
         gl.store(counter + 1, 0)
+
+
+@gluon.jit
+def take_any_turns(counter, left, ended, results, C: gl.constexpr, HALF: gl.constexpr):
+    """Merge rows of few parts, or of many."""
+    if ended.num_parts <= FEW_PARTS:
+        take_turns(counter, left, ended, results, C, HALF, ROWS_OF_FEW, FEW_PARTS)
+    else:
+        BATCH: gl.constexpr = C.tiles.merge_batch
+        take_turns(counter, left, ended, results, C, HALF, ROWS_OF_MANY, BATCH)
 
 
 @gluon.jit

@@ -29,3 +29,7 @@ FULL_REGISTERS = since({(3, 6): {}, (3, 9): {"ptx_options": "--regAllocOptLevel=
 # between the two products of a tile. With this one it stays where 3.6 has it, after the
 # exponentials.
 BARRIER_AFTER_CLEARING = gl.constexpr(since({(3, 6): False, (3, 8): True}))
+
+# Whether two latent parts have a loop of their own that merges them, with more rows at a turn. With
+# it, 3.9 keeps values of the loop over tiles of capped logits in local memory.
+MERGES_TWO = gl.constexpr(since({(3, 6): True, (3, 9): False}))
