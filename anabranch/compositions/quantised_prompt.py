@@ -21,7 +21,7 @@ from anabranch.state import AttentionState
 
 EXPANSIONS = Kinds[tuple[Any, ...], PreparedLaunches | None]()  # None: run the long way
 # Query rows that meet a decoded key on average, from which decoding it first pays. By the times of
-# chunk of 1024 tokens at 32768 keys, decoding a key takes a GPU as long as 115 rows (fp8) to 177
+# a chunk of 1024 tokens at 32768 keys, decoding a key takes a GPU as long as 115 rows (fp8) to 177
 # (fp8_tensor) save; the host takes 60 us more for a call.
 MIN_ROWS = 512
 
