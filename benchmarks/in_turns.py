@@ -31,12 +31,11 @@ import torch
 HEADS, KV_HEADS, PAGE, TURNS, REPLAYS = 32, 8, 16, 9, 20
 CHOICE = "ANABRANCH_IN_TURNS_CHOICE"
 # Letters of a choice, and what is set where: all query columns of prompts in registers, or half of
-# 128, or half of 256; 8 rows of queries over Q8_0 pages.
+# 128, or half of 256.
 CHOICES = {
     "r": ("hopper_config", "QUERY_COLUMNS", 128),
     "h": ("hopper_config", "QUERY_COLUMNS", 64),
     "w": ("hopper_config", "WIDE_QUERY_COLUMNS", 128),
-    "q": ("config", "CODE_ROWS", 8),
 }
 OLDER_PTXAS = "p"  # the letter for Hopper's kernels assembled as Triton does those of older GPUs
 Shape = dict[str, Any]

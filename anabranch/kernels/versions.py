@@ -53,9 +53,3 @@ NARROW_IN_WARPS = since({(3, 6): True, (3, 8): False})
 # 8192 928 and not 946 (895 in 3.6), 512 tokens beside 31 decodes 225 and not 232. That was before
 # gluon's BARRIER_AFTER_CLEARING, and 64 columns have not been timed.
 QUERY_COLUMNS = since({(3, 6): 128, (3, 9): 0})
-
-# Rows of a tile of few queries over codes that are not loaded by pairs, such as Q8_0. 8 leave half
-# of the softmax's work and room for a fourth worker, but need products of 8 columns, which 3.6 and
-# 3.7 multiply in single warps: for Q8_0 488 instructions a tile with 3.9, against 557 of 16 rows
-# (587 with 3.6). No GPU has timed 8, and those with tensor memory cannot take them (see above).
-CODE_ROWS = since({(3, 6): 16})

@@ -20,7 +20,6 @@ from functools import partial
 from importlib import import_module
 from io import StringIO
 from traceback import format_exc
-from unittest import mock
 
 import torch
 from compiled_launch import TARGETS, compile_launch, record, resources
@@ -78,7 +77,6 @@ from anabranch.kernels.triton.mask_tokens import mask_tokens
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.move_rows import WORDS, move_rows
 from anabranch.kernels.triton.share_pages import share_pages
-from anabranch.kernels.versions import TRITON
 from anabranch.keys import PLAIN, DenseKV, LatentKV, PagedKV, SelectedKV, store_of
 from anabranch.keys.formats import FORMATS, empty_store, encoded_store
 from anabranch.rules import Rules
@@ -210,9 +208,6 @@ def stored_cases(shared_memory: int) -> Iterator[Case]:
         alone = partial(stored, 4, name, shared_memory, paired=False)
         yield f"decode {name}, keys one by one", alone
     yield "decode q8_0, 32 rows", partial(stored, 32, "q8_0", shared_memory)
-    if TRITON >= (3, 9):  # a choice of benchmarks/in_turns.py
-        narrow = mock.patch("anabranch.kernels.config.CODE_ROWS", 8)
-        yield "decode q8_0, tiles of 8 rows", narrow(partial(stored, 4, "q8_0", shared_memory))
     few = partial(stored, 4, "int8", shared_memory, num_pairs=8)
     yield "decode one sequence of int8", few
     yield "decode 16 rows of int8", partial(stored, 16, "int8", shared_memory)
