@@ -5,8 +5,9 @@
 Each side is a process whose PYTHONPATH begins with the folders that are given: a checkout of this
 package, or a folder with another Triton before it. Kernels of both are compiled first, by several
 processes. Both hold every call as a CUDA graph; they are replayed in random turns, so that neither
-has a warmer machine. `--choices` adds sides like the second with choices of `kernels/versions.py`
-changed (`CHOICES`), and `--cases` names those to be timed.
+has a warmer machine; speeds are medians of the ratios of a turn. `--choices` adds sides like the
+second with choices of `kernels/versions.py` changed (`CHOICES`), and `--cases` names those to be
+timed.
 """
 
 from __future__ import annotations
@@ -21,21 +22,25 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from operator import truediv
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 from zlib import crc32
 
 import torch
 
-HEADS, KV_HEADS, PAGE, TURNS, REPLAYS = 32, 8, 16, 9, 20
+HEADS, KV_HEADS, PAGE, TURNS = 32, 8, 16, 25
+TURN_US = 4000  # of a turn: a long one lowers the clock for the sides that follow
 CHOICE = "ANABRANCH_IN_TURNS_CHOICE"
-# Letters of a choice, and what is set where: all query columns of prompts in registers, or half of
-# 128, or half of 256.
+# Letters of a choice, and what is set where: of the columns of queries of prompts in registers all,
+# none, half of those of blocks that may be cut, none of 256; 16 rows of queries over Q8_0 pages.
 CHOICES = {
     "r": ("hopper_config", "QUERY_COLUMNS", 128),
-    "h": ("hopper_config", "QUERY_COLUMNS", 64),
-    "w": ("hopper_config", "WIDE_QUERY_COLUMNS", 128),
+    "s": ("hopper_config", "QUERY_COLUMNS", 0),
+    "c": ("hopper_config", "CUT_QUERY_COLUMNS", 64),
+    "w": ("hopper_config", "WIDE_QUERY_COLUMNS", 0),
+    "q": ("triton.plan", "CODE_ROWS", 16),
 }
 OLDER_PTXAS = "p"  # the letter for Hopper's kernels assembled as Triton does those of older GPUs
 Shape = dict[str, Any]
@@ -145,13 +150,15 @@ def serve() -> None:
 
     print(json.dumps({"torch": torch.__version__, "triton": triton.__version__}), flush=True)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
+    counts: dict[str, int] = {}  # of replays in a turn
     with torch.inference_mode():
         for line in sys.stdin:
             name = json.loads(line)
             try:
                 if name not in graphs:
                     graphs[name] = capture(call_of(CASES[name]))
-                answer: object = replay(graphs[name])
+                    counts[name] = round(min(max(TURN_US / replay(graphs[name], 3), 4), 100))
+                answer: object = replay(graphs[name], counts[name])
             except Exception as error:
                 answer = f"{type(error).__name__}: {error}"[:300]
             print(json.dumps(answer), flush=True)
@@ -168,16 +175,16 @@ def capture(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def replay(graph: torch.cuda.CUDAGraph) -> float:
+def replay(graph: torch.cuda.CUDAGraph, count: int) -> float:
     """Microseconds of one replay."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     graph.replay()
     start.record()
-    for _ in range(REPLAYS):
+    for _ in range(count):
         graph.replay()
     stop.record()
     stop.synchronize()
-    return start.elapsed_time(stop) / REPLAYS * 1000
+    return start.elapsed_time(stop) / count * 1000
 
 
 class Side:
@@ -235,13 +242,19 @@ def rows(sides: dict[str, Side], names: list[str], seconds: float) -> Iterator[d
                 sides[key].ask(name)
                 times[key].append(float(sides[key].answer()))
         found = {key: round(median(each), 2) for key, each in times.items()}
-        spread = {f"{key} spread": round(max(x) / min(x) - 1, 3) for key, x in times.items()}
+        spread = {f"{key} spread": round(relative_range(x), 3) for key, x in times.items()}
         speeds = {
-            f"{key}/before": round(found["before"] / each, 3)
-            for key, each in found.items()
+            f"{key}/before": round(median(map(truediv, times["before"], x)), 3)
+            for key, x in times.items()
             if key != "before"
         }
         yield {"case": name, **found, **speeds, **spread}
+
+
+def relative_range(times: list[float]) -> float:
+    """Of the middle half."""
+    first, _, third = quantiles(times, n=4)
+    return third / first - 1
 
 
 def main() -> None:

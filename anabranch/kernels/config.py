@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 
+from anabranch.kernels.versions import CODE_ROWS
+
 WIDE = 256  # columns beyond which queries alone may fill a GPU's shared memory
 FEW_SUMS = 4096  # rows times columns of a part that may end inside of the loop over tiles
 
@@ -83,13 +85,14 @@ def shared_bytes(
 ) -> int:
     """Shared memory of one program: tiles under way, queries, weights, a little for barriers.
 
-    `head_dim_v` is 0 where values are columns of the keys. Small tiles of these and pairs of codes
-    are operands in registers, and have one buffer less than stages. Codes in words are under way as
-    bytes, and unless they are pairs, one tile is converted at a time.
+    `head_dim_v` is 0 where values are columns of the keys. Small tiles of these, pairs of codes and
+    codes for 8 rows are operands in registers, with one buffer less than stages. Codes in words are
+    under way as bytes, and unless they are pairs, one tile is converted at a time.
     """
     dim_k = sum(split_head_dim(head_dim_k))
     dim_v = max(16, power_of_two(head_dim_v)) if head_dim_v else 0
-    in_registers = code_pairs or (not head_dim_v and max(config.block_m, config.block_n) < 64)
+    few = config.block_m < 16 if code_words else max(config.block_m, config.block_n) < 64
+    in_registers = code_pairs or (few and (code_words or not head_dim_v))
     buffers = max(config.num_stages - in_registers, 1)
     tiles = itemsize * buffers * config.block_n * (dim_k + dim_v)
     if code_words:
@@ -156,6 +159,7 @@ def select_attend(
     quantised: bool = False,
     code_pairs: bool = False,
     int8_codes: bool = False,
+    code_rows: int = CODE_ROWS,
     box_keys: int = 0,
     fused_merge: bool | None = None,
 ) -> AttendConfig:
@@ -163,28 +167,26 @@ def select_attend(
 
     `num_pairs` is sequences times kv heads; with `latent`, values are columns of keys; `quantised`
     where keys, values or both are, `code_pairs` where both are loaded by pairs, `int8_codes` where
-    one of them is int8; `box_keys` keys of a page can be copied as a box, none if it is 0;
-    `fused_merge` is None where parts may be merged either way. Microseconds are medians on an H200,
-    bfloat16, 32/8 heads of 128 unless said otherwise.
+    one is int8; `code_rows` of other codes make the smallest tile; `box_keys` keys of a page can be
+    copied as a box, none if it is 0; `fused_merge` is None where parts may be merged either way.
+    Microseconds are medians on an H200, bfloat16, 32/8 heads of 128 unless said otherwise.
     """
     head_dim = max(head_dim_k, head_dim_v)
     if head_dim > WIDE:
         if latent and rows_per_seq > 32 and itemsize == 2:
-            boxed = box_keys > 0 and box_keys % 64 == 0
-            may_merge_apart = fused_merge is not True
-            return _select_latent(rows_per_seq, num_pairs, boxed, quantised, may_merge_apart)
+            boxed, apart = box_keys > 0 and box_keys % 64 == 0, fused_merge is not True
+            return _select_latent(rows_per_seq, num_pairs, boxed, quantised, apart)
         config = _select_wide(rows_per_seq, itemsize, latent)
         if latent and num_pairs <= 8 and itemsize == 2 and fused_merge is not True:
-            apart = {"fused_merge": False, "merge_rows": 1, "merge_batch": 16, "least_share": 2}
-            return replace(config, **apart)
+            return replace(config, fused_merge=False, merge_rows=1, merge_batch=16, least_share=2)
         return config
     if itemsize == 4:
-        rows = 16 if rows_per_seq <= 16 or head_dim > 128 else 32
-        return AttendConfig(rows, 32, num_warps=4, num_stages=2, workers_per_sm=1)
+        return AttendConfig(16 if rows_per_seq <= 16 or head_dim > 128 else 32, 32, 4, 2, 1)
     if code_pairs and rows_per_seq <= 8:
         return _select_pairs(num_pairs, int8_codes)
     if quantised and rows_per_seq <= 32:
-        return _select_decoding(16 if rows_per_seq <= 16 else 32, head_dim)
+        least = code_rows if head_dim <= 128 else 16
+        return _select_decoding(next(x for x in (least, 16, 32) if rows_per_seq <= x), head_dim)
     if rows_per_seq <= 32:
         return _select_short(16 if rows_per_seq <= 16 else 32, rows_per_seq, num_pairs, head_dim)
     if rows_per_seq <= 64 or quantised:
@@ -234,12 +236,13 @@ def _select_decoding(rows: int, head_dim: int) -> AttendConfig:
     (356), int8 330 (378), Q8_0 340 (393). A fourth worker, with 128 registers: 285, 318, 332, 415.
     """
     if head_dim > 128:
-        config = partial(AttendConfig, rows, 32, 4, 3, merge_rows=4, merge_batch=4, part_tiles=4)
-        return config(2 if rows == 16 else 1)
+        workers, merge = 2 if rows == 16 else 1, {"merge_rows": 4, "merge_batch": 4}
+        return AttendConfig(rows, 32, 4, 3, workers, **merge, part_tiles=4)
     config = partial(AttendConfig, rows, 64, 4, 3, keys_first=True, merge_rows=4, merge_batch=8)
-    if rows == 16:  # without groups, as by pairs
-        return config(3, max_registers=168, part_tiles=8, group_parts=1)
-    return config(2, part_tiles=4)
+    if rows == 32:
+        return config(2, part_tiles=4)
+    config = partial(config, part_tiles=8, group_parts=1)  # without groups, as by pairs
+    return config(3, max_registers=168) if rows == 16 else config(4, max_registers=128)
 
 
 def _select_wide(rows_per_seq: float, itemsize: int, latent: bool) -> AttendConfig:
@@ -247,10 +250,8 @@ def _select_wide(rows_per_seq: float, itemsize: int, latent: bool) -> AttendConf
     merge = {"merge_rows": 4, "merge_batch": 4, "whole_rows": 2048}
     if itemsize == 4:
         return AttendConfig(16, 16, 4, 2, 1, **merge)
-    if rows_per_seq <= 16 and latent:  # 64 x 8192, 16 heads: 165, 167 with a lazy peak
-        return AttendConfig(16, 32, 4, 3, 2, **merge)
-    if rows_per_seq <= 16:
-        return AttendConfig(16, 32, 4, 3, 1, keys_first=True, **merge)
+    if rows_per_seq <= 16:  # latent, 64 x 8192, 16 heads: 165, 167 with a lazy peak
+        return AttendConfig(16, 32, 4, 3, 2 if latent else 1, keys_first=not latent, **merge)
     if rows_per_seq <= 32:
         return AttendConfig(32, 32, 8, 3, 1, keys_first=True, **merge)
     return AttendConfig(64, 32, 8, 2, 1, **merge)
@@ -267,9 +268,8 @@ def _select_latent(
     """
     config = partial(AttendConfig, 64, 64, 8, 2, 1, lazy_peak=True, whole_rows=2048)
     if num_pairs <= 8 and rows_per_seq <= 512 and may_merge_apart:
-        share = 3 if boxed else 2
-        apart = partial(config, fused_merge=False, merge_rows=1, merge_batch=16, least_share=share)
-        return apart(paired=not quantised)
+        config = partial(config, fused_merge=False, merge_rows=1, merge_batch=16)
+        return config(least_share=3 if boxed else 2, paired=not quantised)
     config = partial(config, paired=boxed, merge_rows=16, merge_batch=4)
     if num_pairs <= 8:  # 1 x 8192: 66 against 70 merged 8 at a time, 81 merged 16
         return config(least_share=4, fan_in=4)

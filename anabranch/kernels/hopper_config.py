@@ -10,7 +10,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from anabranch.kernels.config import power_of_two, split_head_dim
-from anabranch.kernels.versions import QUERY_COLUMNS
+from anabranch.kernels.versions import CUT_QUERY_COLUMNS, QUERY_COLUMNS, WIDE_QUERY_COLUMNS
 
 # Key and value head dims that tiles have been chosen and tested for: each is one power of two, or
 # two of them (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64).
@@ -37,13 +37,15 @@ FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
 FEW_KEYS = 256  # that the rows of a block see: two wide tiles
 FEW_TILES = 5  # of 128 keys, for each processor, of blocks that are few
 FEW_ROWS = 64  # of a sequence
-# Of 256 query columns, those in registers. 128 leave no descriptor to be moved to uniform registers
-# (3.9 moves 32 in a tile, 3.6 12), but no GPU has timed them.
-WIDE_QUERY_COLUMNS = 0
 
 
 def select_tiles(
-    head_dim_k: int, head_dim_v: int, *, few_blocks: bool = False, few_keys: bool = False
+    head_dim_k: int,
+    head_dim_v: int,
+    *,
+    few_blocks: bool = False,
+    few_keys: bool = False,
+    splits: bool = False,
 ) -> HopperTiles:
     """Tiles whose accumulators and scores fit into 240 registers a thread.
 
@@ -58,8 +60,9 @@ def select_tiles(
     111 against 166.
     """
     if head_dim_k > 192 or head_dim_v > 128:
-        return HopperTiles(64, 2, q_columns=WIDE_QUERY_COLUMNS)
-    q_columns = min(split_head_dim(head_dim_k)[0], QUERY_COLUMNS)
+        return HopperTiles(64, 2, q_columns=0 if splits else WIDE_QUERY_COLUMNS)
+    most = CUT_QUERY_COLUMNS if splits else QUERY_COLUMNS
+    q_columns = min(split_head_dim(head_dim_k)[0], most)
     if head_dim_k <= 128 and (few_keys or (few_blocks and head_dim_k > 64)):
         return HopperTiles(64, 3, q_columns)
     if head_dim_k <= 64:  # 8 x 1024, 64/16 heads: 212 against 216 with two stages

@@ -24,10 +24,12 @@ def test_hopper_runs_what_was_tuned_there() -> None:
         assert fit_shared_memory(config, *dims, itemsize, **HOPPER) == config
 
 
-@pytest.mark.parametrize(("rows", "workers"), [(4, 3), (32, 2), (512, 2)])
-def test_hopper_has_room_for_quantised_keys(rows: int, workers: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "code_rows", "workers"), [(4, 8, 4), (4, 16, 3), (9, 8, 3), (32, 8, 2), (512, 8, 2)]
+)
+def test_hopper_has_room_for_quantised_keys(rows: int, code_rows: int, workers: int) -> None:
     """Codes under way are bytes, so that three programs fit where two of bfloat16 would."""
-    dims = {"head_dim_k": 128, "head_dim_v": 128, "itemsize": 2}
+    dims = {"head_dim_k": 128, "head_dim_v": 128, "itemsize": 2, "code_rows": code_rows}
     config = select_attend(rows_per_seq=rows, num_pairs=512, **dims, quantised=True)
     assert config.workers_per_sm == workers
     assert fit_shared_memory(config, 128, 128, 2, **HOPPER, code_words=True) == config

@@ -56,8 +56,8 @@ PREFILL = [
     "prefill int8",
 ]
 SOME = {
-    (ATTEND, "sm_80"): [*DECODE, "decode latent, one sequence"],
-    (ATTEND, "gfx942"): [*DECODE, "decode latent, one sequence"],
+    (ATTEND, "sm_80"): [*DECODE, "decode q8_0", "decode latent, one sequence"],
+    (ATTEND, "gfx942"): [*DECODE, "decode q8_0", "decode latent, one sequence"],
     (ATTEND, "sm_100"): [
         *(x for x in DECODE if PAIRS_IN_TENSOR_MEMORY or x not in ("decode fp8", "decode int8")),
         "decode fp8, keys one by one",
@@ -157,7 +157,11 @@ MORE_SPILLS = {
         (MERGE, "sm_100"): {"eight": 8},  # for 72 registers
     },
     (3, 9): {
-        (ATTEND, "sm_90"): {"decode latent, boxes": 704},
+        (ATTEND, "sm_90"): {
+            "decode latent, boxes": 704,
+            "decode q8_0": 32,  # 128 registers, for four programs a processor
+            "decode q8_0, 32 rows": 0,
+        },
         (LISTS, "sm_100"): {"": 8},
         # before and after their loops
         (QUANTISED, "sm_90"): {"int8 in groups of 16 float zeros": 8},

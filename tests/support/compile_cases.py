@@ -272,7 +272,7 @@ def gluon_cases(_: int) -> Iterator[Case]:
         q_columns: int | None = None,
     ) -> None:
         num_heads = 8 * group if group % 2 else 32
-        tiles = select_tiles(*dims, few_blocks=few_blocks)
+        tiles = select_tiles(*dims, few_blocks=few_blocks, splits=splits)
         constants = hopper_constants(
             tiles if q_columns is None else replace(tiles, q_columns=q_columns),
             causal=True,

@@ -94,14 +94,16 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
     seen = keys_of_block(call, packing.pack, num_decodes)
     few_tiles = blocks * seen <= FEW_TILES * 128 * programs
     few_rows = tokens_per_seq * packing.pack <= FEW_ROWS or few_tiles
+    splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs, rules.in_order)
+    splits |= options.batch_invariant  # one program, or bits would differ
     tiles = options.config or select_tiles(
         head_dim_k,
         keys.head_dim_v,
         few_blocks=blocks <= FEW_BLOCKS and few_rows and may_vary,
         few_keys=seen <= FEW_KEYS and may_vary,
+        splits=splits,
     )
     assert isinstance(tiles, HopperTiles)
-    splits = may_split(keys.num_seqs, num_tokens, num_packs, packing.pack, programs, rules.in_order)
     return hopper_constants(
         tiles,
         causal=rules.in_order,
@@ -113,6 +115,6 @@ def _select_constants(call: AttendCall, options: PlanOptions) -> HopperConstants
         head_dim_v=keys.head_dim_v,
         num_programs=programs,
         fixed_parts=options.batch_invariant,
-        splits=splits or options.batch_invariant,  # one program, or bits would differ
+        splits=splits,
         overlap=has_overlap(q.device),
     )

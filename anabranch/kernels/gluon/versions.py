@@ -4,6 +4,10 @@
 global and shared memory by the tensor memory accelerator, `load_shared` copies by each thread.
 """
 
+from types import SimpleNamespace
+from typing import Any
+
+from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import tma
@@ -22,6 +26,30 @@ load_shared = getattr(
 # instructions then move registers to local memory and back. Without the limit none does where no
 # key is masked, as with ptxas 12.
 FULL_REGISTERS = since({(3, 6): {}, (3, 9): {"ptx_options": "--regAllocOptLevel=4"}})
+
+# The same of loops that hold queries in registers and cut no block. 3.9 copies these operands
+# before each product, and ptxas 13 keeps the copies, 20 in the loop over tiles of 128 dims, where
+# ptxas 12.9, which 3.9 calls for older GPUs, has none. H200, us, with Triton 3.6, with 3.9 and
+# ptxas 13, with 12.9: 1 x 8192 870, 914, 875; 4 x 4096 969, 1012, 975; heads of 256, 1 x 4096 414,
+# 427, 420.
+QUERIES_IN_REGISTERS: dict[str, Any] = since({(3, 6): {}, (3, 9): {"ptx_version": 88}})
+NEWER_PTX = 90  # from this version on PTX needs ptxas 13
+
+
+def _assemble_older_ptx() -> None:
+    """Let Triton assemble PTX of an older version, for Hopper too, as it does for older GPUs."""
+    assemble = CUDABackend.make_cubin
+
+    def make_cubin(backend: Any, ptx: Any, metadata: Any, options: Any, capability: int) -> Any:
+        if options.ptx_version is not None and options.ptx_version < NEWER_PTX:
+            backend = SimpleNamespace(target=SimpleNamespace(arch=80))
+        return assemble(backend, ptx, metadata, options, capability)
+
+    CUDABackend.make_cubin = make_cubin
+
+
+if QUERIES_IN_REGISTERS:
+    _assemble_older_ptx()
 
 # Whether threads meet once more after they cleared the values past the end of a sequence. From 3.8
 # on, where queries are in registers, the compiler sees no barrier between that and the loop over

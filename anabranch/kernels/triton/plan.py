@@ -29,7 +29,7 @@ from anabranch.kernels.load.packed_codes import words_of
 from anabranch.kernels.parts.slots import OpenPlan, PartsLayout, lay_out_parts, num_slots
 from anabranch.kernels.schedule.schedule import num_blocks_bound, schedule, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list
-from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY
+from anabranch.kernels.versions import CODE_ROWS, PAIRS_IN_TENSOR_MEMORY
 
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 
@@ -139,6 +139,7 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
             quantised=view.is_quantised,
             code_pairs=code_pairs,
             int8_codes=torch.int8 in (view.k.ptr.dtype, view.v.ptr.dtype),
+            code_rows=16 if has_tensor_memory(q.device) else CODE_ROWS,
             box_keys=box_keys(view) if has_boxes(q.device) else 0,
             fused_merge=options.fused_merge,
         )
