@@ -64,6 +64,7 @@ def _call(function: str, *arguments: object) -> None:
         raise RuntimeError(f"{function} failed: {(reason.value or b'unknown').decode()}")
 
 
+@cache
 def parameter_sizes(function: int) -> list[int]:
     """Bytes of each parameter of a kernel."""
     offset, size = ctypes.c_size_t(), ctypes.c_size_t()

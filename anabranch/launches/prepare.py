@@ -7,8 +7,9 @@ every pointer it passed leads into one of the tensors that the next call of the 
 from __future__ import annotations
 
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -70,6 +71,42 @@ class NotRecordable(Exception):
     """Why launches cannot be run again."""
 
 
+class Leaf(NamedTuple):
+    """An argument of a kernel that is no constant: its name, and its place if that is a tuple."""
+
+    name: str
+    path: tuple[int, ...]
+    kind: str  # as Triton's compiler names types
+    layout: dict[str, Any] | None  # of the boxes of a tensor map
+
+
+class Places:
+    """Where pointers lead among the tensors of a call."""
+
+    def __init__(self, groups: tuple[Tensors, ...]) -> None:
+        self.exact = defaultdict[int, list[tuple[int, int]]](list)
+        self.around = defaultdict[int, list[tuple[int, int]]](list)
+        given = ((g, x) for g, group in enumerate(groups) for x in group)
+        for i, (group, x) in enumerate(given):
+            if x is not None:
+                address = x.data_ptr()
+                self.exact[address].append((i, group))
+                self.around[x.untyped_storage().data_ptr()].append((i, address))
+
+    def find(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """The tensor of the call into which a pointer leads, and how many bytes after its begin."""
+        address = tensor.data_ptr()
+        if exact := self.exact.get(address):
+            if len({group for _, group in exact}) == 1:
+                return exact[0][0], 0
+            raise NotRecordable("memory of several tensors of the call")
+        around = self.around.get(tensor.untyped_storage().data_ptr(), [])
+        if len(around) != 1:
+            raise NotRecordable("memory that is not the call's, or of several tensors of it")
+        ((place, begin),) = around
+        return place, (address - begin) & (1 << 64) - 1
+
+
 def prepare_state(
     recording: Recording, before: Tensors, state: AttentionState, *after: Tensors
 ) -> StateLaunches | None:
@@ -90,8 +127,9 @@ def prepare(recording: Recording, *groups: Tensors) -> PreparedLaunches | None:
     launches, device = connect_launches(), next(iter(groups[0])).device  # pyright: ignore
     if launches is None or not recording.complete or not recording.launched:
         return None
+    places = Places(groups)
     try:
-        made = tuple(_prepare(launched, groups) for launched in recording.launched)
+        made = tuple(_prepare(launched, places) for launched in recording.launched)
     except NotRecordable:
         return None
     index, count = device.index or 0, sum(map(len, groups))
@@ -100,17 +138,16 @@ def prepare(recording: Recording, *groups: Tensors) -> PreparedLaunches | None:
     return PreparedLaunches(launches.run, ready, kernels)
 
 
-def _prepare(launched: KernelStart | StructStart, groups: tuple[Tensors, ...]) -> tuple[Any, ...]:
+def _prepare(launched: KernelStart | StructStart, places: Places) -> tuple[Any, ...]:
     if isinstance(launched, StructStart):
-        return _prepare_struct(launched, partial(_place, groups=groups))
+        return _prepare_struct(launched, places.find)
     kernel, metadata = launched.kernel, launched.kernel.metadata
     if metadata.num_ctas != 1 or metadata.global_scratch_size or metadata.profile_scratch_size:
         raise NotRecordable("clusters and scratch memory")
-    maps = iter(getattr(metadata, "tensordesc_meta", None) or ())
     parameters = [
         parameter
-        for name, kind in kernel.src.signature.items()
-        for parameter in _flatten(kind, launched.values.get(name), maps, groups)
+        for leaf in leaves_of(kernel)
+        for parameter in _parameters(leaf, launched.values[leaf.name], places)
     ]
     parameters += [Parameter(VALUE, 0, 0, 0, b"", POINTER_BYTES)] * 2  # scratch memory, of none
     if [each.size for each in parameters] != driver.parameter_sizes(kernel.function):
@@ -119,6 +156,26 @@ def _prepare(launched: KernelStart | StructStart, groups: tuple[Tensors, ...]) -
     block, overlaps = (32 * metadata.num_warps, 1, 1), int(bool(metadata.launch_pdl))
     given = tuple(each[:5] for each in parameters)
     return kernel.function, grid, block, metadata.shared, overlaps, given
+
+
+@cache
+def leaves_of(kernel: Any) -> tuple[Leaf, ...]:
+    """The arguments of a compiled kernel, those in tuples one by one."""
+    maps = iter(getattr(kernel.metadata, "tensordesc_meta", None) or ())
+    return tuple(
+        Leaf(name, path, leaf, next(maps, None) if leaf.startswith("tensordesc") else None)
+        for name, kind in kernel.src.signature.items()
+        for path, leaf in _flatten(kind)
+    )
+
+
+def _flatten(kind: Any, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], str]]:
+    """What is no constant in a type, and its place in tuples."""
+    if isinstance(kind, tuple):
+        for place, inner in enumerate(cast("tuple[Any, ...]", kind)):
+            yield from _flatten(inner, (*path, place))
+    elif kind != "constexpr":
+        yield path, kind
 
 
 def launch_struct(start: StructStart, device: torch.device) -> None:
@@ -143,19 +200,16 @@ def _prepare_struct(
     return start.function, start.grid, start.block, 0, start.overlaps, tuple(parameters)
 
 
-def _flatten(
-    kind: Any, value: Any, maps: Iterator[dict[str, Any]], groups: tuple[Tensors, ...]
-) -> Iterator[Parameter]:
-    """The parameters of an argument, as the type says that Triton's compiler gives it."""
-    if isinstance(kind, tuple):
-        inner: Any
-        for inner, each in zip(cast("tuple[Any, ...]", kind), value, strict=True):
-            yield from _flatten(inner, each, maps, groups)
-    elif kind.startswith("tensordesc"):
-        yield from _flatten_map(value, next(maps, None), groups)
-    elif kind.startswith("*"):
-        yield Parameter(POINTER, *_place(value, groups), 0, b"", POINTER_BYTES)
-    elif kind != "constexpr":
+def _parameters(leaf: Leaf, value: Any, places: Places) -> Iterator[Parameter]:
+    """The parameters of an argument."""
+    for place in leaf.path:
+        value = value[place]
+    kind = leaf.kind
+    if kind.startswith("*"):
+        yield Parameter(POINTER, *places.find(value), 0, b"", POINTER_BYTES)
+    elif leaf.layout is not None or kind.startswith("tensordesc"):
+        yield from _map_parameters(value, leaf.layout, places)
+    else:
         yield Parameter(VALUE, 0, _bits(kind, value), 0, b"", SIZES.get(kind, 8))
 
 
@@ -167,9 +221,7 @@ def _bits(kind: str, value: Any) -> int:
     return int(value) & (1 << 64) - 1
 
 
-def _flatten_map(
-    box: Any, layout: dict[str, Any] | None, groups: tuple[Tensors, ...]
-) -> Iterator[Parameter]:
+def _map_parameters(box: Any, layout: dict[str, Any] | None, places: Places) -> Iterator[Parameter]:
     """A tensor map, then the shape and strides of what it maps."""
     base, shape, strides = box.base, box.shape, box.strides
     if layout is None or layout["fp4_padded"] or base.dtype not in MAP_TYPES:
@@ -185,27 +237,8 @@ def _flatten_map(
         tuple(shape[::-1]),
         tuple(stride * base.element_size() for stride in strides[-2::-1]),
     )
-    yield Parameter(MAP, *_place(base, groups), 0, encoded, MAP_BYTES)
+    yield Parameter(MAP, *places.find(base), 0, encoded, MAP_BYTES)
     for size in shape:
         yield Parameter(VALUE, 0, size, 0, b"", 4)
     for stride in strides:
         yield Parameter(VALUE, 0, stride, 0, b"", 8)
-
-
-def _place(tensor: torch.Tensor, groups: tuple[Tensors, ...]) -> tuple[int, int]:
-    """The tensor of the call into which a pointer leads, and how many bytes after its begin."""
-    address = tensor.data_ptr()
-    given = [(g, x) for g, group in enumerate(groups) for x in group]
-    exact = [i for i, (_, x) in enumerate(given) if x is not None and x.data_ptr() == address]
-    if exact and len({given[i][0] for i in exact}) == 1:
-        return exact[0], 0
-    memory = tensor.untyped_storage().data_ptr()
-    around = [
-        (i, x.data_ptr())
-        for i, (_, x) in enumerate(given)
-        if x is not None and x.untyped_storage().data_ptr() == memory
-    ]
-    if exact or len(around) != 1:
-        raise NotRecordable("memory that is not the call's, or of several tensors of it")
-    place, begin = around[0]
-    return place, (address - begin) & (1 << 64) - 1

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -140,10 +141,20 @@ class _Watch(TorchDispatchMode):
         super().__init__()  # pyright: ignore[reportUnknownMemberType]
         self.recording = recording
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is recorded under a tracer, and the guard costs 10 us an operation
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not func.is_view and func._schema.name not in ALLOCATIONS:
+        if not repeats_by_itself(func):
             self.recording.complete = False
         return func(*args, **(kwargs or {}))
+
+
+@cache
+def repeats_by_itself(operation: Any) -> bool:
+    """Whether launches need an operation of torch no more once its result's memory is known."""
+    return operation.is_view or operation._schema.name in ALLOCATIONS
 
 
 @contextmanager

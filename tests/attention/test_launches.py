@@ -178,7 +178,7 @@ def test_operations_that_would_have_to_run_again(extra: Any, complete: bool) -> 
 def test_places_of_pointers() -> None:
     cache = torch.zeros(2, 64)
     k, v, q = cache[0], cache[1], torch.zeros(8)
-    place = partial(prepare._place, groups=((q, None), (k, v)))
+    place = prepare.Places(((q, None), (k, v))).find
     assert place(v) == (3, 0)
     assert place(q[2:]) == (0, 8)
     with pytest.raises(prepare.NotRecordable):
@@ -186,7 +186,7 @@ def test_places_of_pointers() -> None:
     with pytest.raises(prepare.NotRecordable):
         place(torch.zeros(8))
     with pytest.raises(prepare.NotRecordable):
-        prepare._place(q, ((q,), (q,)))
+        prepare.Places(((q,), (q,))).find(q)
 
 
 def gpu_cases() -> dict[str, Case]:

@@ -24,15 +24,18 @@ class Piece(NamedTuple):
     offset: int  # bytes
     dtype: torch.dtype
     shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
     @property
     def stop(self) -> int:
         """The first byte after it."""
         return self.offset + self.dtype.itemsize * prod(self.shape)
 
-    def open(self, room: torch.Tensor) -> torch.Tensor:
-        """The tensor, which shares the memory of the room."""
-        return room[self.offset : self.stop].view(self.dtype).view(self.shape)
+    def open(self, rooms: dict[torch.dtype, torch.Tensor]) -> torch.Tensor:
+        """The tensor, which shares the memory of the room that is given as each dtype."""
+        room = rooms[self.dtype]
+        start = room.storage_offset() + self.offset // self.dtype.itemsize
+        return room.as_strided(self.shape, self.strides, start)
 
 
 def arrange(*tensors: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Piece, ...]:
@@ -40,7 +43,8 @@ def arrange(*tensors: tuple[torch.dtype, tuple[int, ...]]) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     offset = 0
     for dtype, shape in tensors:
-        pieces.append(Piece(offset, dtype, shape))
+        strides = tuple(prod(shape[place:]) for place in range(1, len(shape) + 1))
+        pieces.append(Piece(offset, dtype, shape, strides))
         offset = -(-pieces[-1].stop // ALIGNMENT) * ALIGNMENT
     return tuple(pieces)
 
@@ -90,10 +94,10 @@ class PartsLayout(Generic[Program]):
 
     def open(self, room: torch.Tensor) -> OpenPlan[Program]:
         """The plan in a room."""
-        counters = self.counters.open(room)
-        own = counters.flatten()[self.num_others :]
-        parts = Parts(self.outs.open(room), self.lses.open(room), own)
-        return OpenPlan(self.program, self.schedule.open(room), counters, parts)
+        rooms = {dtype: room.view(dtype) for dtype in (torch.int32, torch.float32)}
+        counters = self.counters.open(rooms)
+        parts = Parts(self.outs.open(rooms), self.lses.open(rooms), counters[self.num_others :])
+        return OpenPlan(self.program, self.schedule.open(rooms), counters, parts)
 
 
 def lay_out_parts(
