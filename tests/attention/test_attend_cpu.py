@@ -278,16 +278,19 @@ def test_scores_are_never_whole(options: dict[str, object]) -> None:
     [
         Case(source="dense", q_lens=(20,) * 6, k_lens=(20,) * 6),
         Case(source="ragged", q_lens=(20,) * 6, k_lens=(20,) * 6),
-        Case(source="paged", q_lens=(1,) * 6, k_lens=(50, 60, 55, 41, 42, 60), dims=(24, 24)),
+        Case(source="paged", q_lens=(1,) * 6, k_lens=(50, 60, 55, 41, 42, 60)),
         Case(source="dense", q_lens=(1,) * 6, k_lens=(50, 60, 55, 41, 42, 60)),
     ],
     ids=lambda case: f"{case.source}-{case.q_lens[0]}",
 )
-def test_one_call_for_a_batch(case: Case) -> None:
-    q, keys, options = make_inputs(case, 0)
+@pytest.mark.parametrize("dim", [24, 32])
+def test_one_call_for_a_batch(case: Case, dim: int) -> None:
+    """Of torch's kernel, or where head dims are multiples of 16 of the one that reads in place."""
+    q, keys, options = make_inputs(replace(case, dims=(dim, dim)), 0)
     with Recorder() as recorder:
-        attend(q, keys, **options)
-    assert recorder.num_flash_calls == 1
+        state = attend(q, keys, **options)
+    assert_right(state, q, keys, options)
+    assert recorder.num_flash_calls == (0 if native() and dim == 32 else 1)
 
 
 def test_few_queries_over_pages_are_not_copied() -> None:

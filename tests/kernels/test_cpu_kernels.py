@@ -15,8 +15,8 @@ from tolerance import assert_close, assert_state_close
 from torch.nn import functional
 
 from anabranch import LLM, PagedKV, SamplingParams, append_kv, attend, reference
-from anabranch.kernels.cpu import decode, waiting
 from anabranch.kernels.cpu import native as native_module
+from anabranch.kernels.cpu import pages, waiting
 from anabranch.kernels.cpu.linear import (
     F32,
     WeightPart,
@@ -52,11 +52,11 @@ def paged(seq_lens: list[int], page_size: int, num_kv_heads: int, dims: tuple[in
     counts = [-(-length // page_size) for length in seq_lens]
     width = max(*counts, 1) + 1
     table = torch.full((len(seq_lens), width), -1, dtype=int32)
-    pages = torch.randperm(sum(counts) + 2)
-    k, v = (torch.full((len(pages), page_size, num_kv_heads, dim), torch.nan) for dim in dims)
+    order = torch.randperm(sum(counts) + 2)
+    k, v = (torch.full((len(order), page_size, num_kv_heads, dim), torch.nan) for dim in dims)
     taken = 0
     for seq, (length, count) in enumerate(zip(seq_lens, counts, strict=True)):
-        own = pages[taken : taken + count]
+        own = order[taken : taken + count]
         table[seq, :count] = own
         taken += count
         for cache in (k, v):
@@ -86,10 +86,9 @@ def test_decode(case: Any, causal: bool) -> None:
     keys = paged(seq_lens, page_size, num_kv_heads, dims)
     starts = torch.tensor([0, *q_lens]).cumsum(0).int()
     q = torch.randn(int(starts[-1]) + 1, 2 * num_heads, dims[0])[:, :num_heads]
-    bounds = starts.tolist()
-    assert decode.reads_pages(q, keys, starts, bounds, softcap=None, tree_mask=None)
+    assert pages.reads_pages(q, keys, starts, softcap=None, tree_mask=None)
     options: Any = {"causal": causal, "window": window, "scale": 0.2}
-    state = decode.attend_pages(q, keys, starts, **options)
+    state = pages.attend_pages(q, keys, starts, **options)
     expected = reference.attend(q, keys, cu_seqlens_q=starts, **options)
     by_torch = attend(q, keys, cu_seqlens_q=starts, **options)
     assert_state_close(state, expected, by_torch)
@@ -103,10 +102,10 @@ def test_a_key_of_nan_is_no_empty_state(length: int) -> None:
     keys.k[keys.page_table[0, page], row] = torch.nan
     options: Any = {"causal": True, "window": None, "scale": 0.2}
     q = torch.randn(2, 2, 16)
-    state = decode.attend_pages(q, keys, starts, **options)
+    state = pages.attend_pages(q, keys, starts, **options)
     assert state.out[0].isnan().all() and state.lse[0].isnan().all()
     alone = PagedKV(keys.k, keys.v, keys.page_table[1:], keys.seq_lens[1:])
-    expected = decode.attend_pages(q[1:], alone, starts[:2], **options)
+    expected = pages.attend_pages(q[1:], alone, starts[:2], **options)
     torch.testing.assert_close((state.out[1:], state.lse[1:]), tuple(expected))
 
 
@@ -122,7 +121,7 @@ def test_kernels_may_be_called_by_many_threads() -> None:
 
     def once(number: int) -> list[torch.Tensor]:
         mine = PagedKV(keys.k, keys.v, tables[number], keys.seq_lens)
-        state = decode.attend_pages(q, mine, starts, causal=True, window=None, scale=0.2)
+        state = pages.attend_pages(q, mine, starts, causal=True, window=None, scale=0.2)
         products = packed_linear(x + number, packed, 70, None)
         return [*state, products, rms_norm(x + number, norm, 1e-5), silu_gate(x * number)]
 
@@ -154,9 +153,8 @@ def test_decode_of_quantised_keys(formats: tuple[str, str]) -> None:
     if formats == ("q8_0", "q8_0"):
         keys.v_scales.mul_(1e-4)
     starts = options["cu_seqlens_q"]
-    bounds = starts.tolist()
-    assert decode.reads_pages(q, keys, starts, bounds, softcap=None, tree_mask=None)
-    state = decode.attend_pages(q, keys, starts, causal=True, window=None, scale=options["scale"])
+    assert pages.reads_pages(q, keys, starts, softcap=None, tree_mask=None)
+    state = pages.attend_pages(q, keys, starts, causal=True, window=None, scale=options["scale"])
     expected = reference.attend(q, keys, **options)
     assert_state_close(state, expected, attend(q, keys, **options))
 
@@ -173,9 +171,9 @@ def test_decode_quantises_new_keys() -> None:
     append_kv(twin, *new, slots, saturated=counts[0])
     rules: Any = {"causal": True, "window": None, "scale": options["scale"]}
     starts = options["cu_seqlens_q"]
-    expected = decode.attend_pages(q, twin, starts, **rules)
-    fused = decode.NewKeys(*new, slots, counts[1])
-    state = decode.attend_pages(q, keys, starts, new=fused, **rules)
+    expected = pages.attend_pages(q, twin, starts, **rules)
+    fused = pages.NewKeys(*new, slots, counts[1])
+    state = pages.attend_pages(q, keys, starts, new=fused, **rules)
     assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
     assert counts.tolist() == [[1], [1]] and state.out.isfinite().all()
 
@@ -190,14 +188,14 @@ def test_decode_keeps_new_keys_first() -> None:
     twin = PagedKV(keys.k.clone(), keys.v.clone(), keys.page_table, keys.seq_lens)
     for slot, new_k, new_v in zip(slots, k, v, strict=True):
         twin.k[slot // 4, slot % 4], twin.v[slot // 4, slot % 4] = new_k, new_v
-    new = decode.NewKeys(k, v, torch.tensor(slots))
-    state = decode.attend_pages(q, keys, starts, new=new, **options)
+    new = pages.NewKeys(k, v, torch.tensor(slots))
+    state = pages.attend_pages(q, keys, starts, new=new, **options)
     torch.testing.assert_close(keys.k, twin.k, rtol=0, atol=0, equal_nan=True)
     torch.testing.assert_close(keys.v, twin.v, rtol=0, atol=0, equal_nan=True)
-    expected = decode.attend_pages(q, twin, starts, **options)
+    expected = pages.attend_pages(q, twin, starts, **options)
     assert all(torch.equal(a, b) for a, b in zip(state, expected, strict=True))
-    skipped = decode.NewKeys(k + 1, v, torch.tensor([-1, -1]))
-    decode.attend_pages(q, keys, starts, new=skipped, **options)
+    skipped = pages.NewKeys(k + 1, v, torch.tensor([-1, -1]))
+    pages.attend_pages(q, keys, starts, new=skipped, **options)
     torch.testing.assert_close(keys.k, twin.k, rtol=0, atol=0, equal_nan=True)
 
 
@@ -207,15 +205,15 @@ def test_decode_refuses_what_lies_outside_the_cache() -> None:
     starts, q = torch.tensor([0, 1], dtype=int32), torch.randn(1, 1, 16)
     options: Any = {"causal": True, "window": None, "scale": 1.0}
     row = torch.randn(1, 1, 16)
-    new = decode.NewKeys(row, row, torch.tensor([4 * len(keys.k)]))
+    new = pages.NewKeys(row, row, torch.tensor([4 * len(keys.k)]))
     with pytest.raises(IndexError, match="token 0 has a slot outside"):
-        decode.attend_pages(q, keys, starts, new=new, **options)
+        pages.attend_pages(q, keys, starts, new=new, **options)
     keys.page_table[0, 2] = len(keys.k)
     with pytest.raises(IndexError, match="sequence 0 of 20 keys has pages outside"):
-        decode.attend_pages(q, keys, starts, **options)
+        pages.attend_pages(q, keys, starts, **options)
     keys.seq_lens[0] = 1000
     with pytest.raises(IndexError, match="more keys than its row"):
-        decode.attend_pages(q, keys, starts, **options)
+        pages.attend_pages(q, keys, starts, **options)
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

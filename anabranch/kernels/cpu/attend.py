@@ -10,11 +10,11 @@ import torch
 from anabranch.call import AttendCall, PlanOptions
 from anabranch.kernels.cpu.batches import Batch, make_batches
 from anabranch.kernels.cpu.blockwise import attend_blockwise
-from anabranch.kernels.cpu.decode import attend_pages, reads_pages
 from anabranch.kernels.cpu.flash import MAX_FOLDED_LEN, flash
 from anabranch.kernels.cpu.masks import Visibility
 from anabranch.kernels.cpu.merge import merge
-from anabranch.keys import PagedKV
+from anabranch.kernels.cpu.pages import attend_pages, reads_pages
+from anabranch.keys import KeySource, KeyView, PagedKV
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -60,14 +60,22 @@ def attend(
 ) -> AttentionState:
     """The state of a call, in `out` if that is given; rows of no sequence are empty."""
     del layout, room
-    queries, keys, rules = call.queries, call.keys, call.rules
-    q, head_dim_v = queries.packed, keys.head_dim_v
-    shape = (*q.shape[:2], head_dim_v)
-    starts = queries.starts()
+    rules, starts = call.rules, call.queries.starts()
     bounds = starts.tolist()
-    state = _attend_pages(call, starts, bounds)
-    if state is not None:
-        return state if out is None else _write(state, out)
+    state = _attend_pages(call, starts)
+    if state is None:
+        state = _attend_batches(call, bounds)
+    if rules.sinks is not None:
+        attended = AttentionState(*(x[None, bounds[0] : bounds[-1]] for x in state))
+        _merge_rows((attended, AttentionState.sink(rules.sinks, attended)), attended)
+    return state if out is None else _write(state, out)
+
+
+def _attend_batches(call: AttendCall, bounds: list[int]) -> AttentionState:
+    """By torch's kernels, over sequences of similar shape side by side."""
+    q, keys, rules = call.queries.packed, call.keys, call.rules
+    head_dim_v, state = keys.head_dim_v, None
+    shape = (*q.shape[:2], head_dim_v)
     plain = rules.softcap is None and call.view.log_weights is None
     use_flash = plain and q.shape[2] == head_dim_v
     join_long = use_flash and rules.window is None and keys.is_contiguous
@@ -85,11 +93,7 @@ def attend(
         else:
             state = state or AttentionState.empty(shape, dtype=q.dtype)
             state.out[batch.tokens], state.lse[batch.tokens] = part
-    state = state or AttentionState.empty(shape, dtype=q.dtype)
-    if rules.sinks is not None:
-        attended = AttentionState(*(x[None, bounds[0] : bounds[-1]] for x in state))
-        _merge_rows((attended, AttentionState.sink(rules.sinks, attended)), attended)
-    return state if out is None else _write(state, out)
+    return state or AttentionState.empty(shape, dtype=q.dtype)
 
 
 def _write(state: AttentionState, out: AttentionState) -> AttentionState:
@@ -98,19 +102,33 @@ def _write(state: AttentionState, out: AttentionState) -> AttentionState:
     return out
 
 
-def _attend_pages(
-    call: AttendCall, starts: torch.Tensor, bounds: list[int]
-) -> AttentionState | None:
-    """By the kernel for few queries over pages, where it is the faster way; else None."""
-    view, rules, q = call.view, call.rules, call.queries.packed
-    if q.dtype != torch.float32 or rules.sinks is not None or not view.is_pages:
-        return None
-    keys = cast("PagedKV", call.keys)
+def _attend_pages(call: AttendCall, starts: torch.Tensor) -> AttentionState | None:
+    """By the kernel of ours; None where that cannot serve the call."""
+    rules, q = call.rules, call.queries.packed
+    keys = _as_pages(call.keys, call.view)
     hidden = {"softcap": rules.softcap, "tree_mask": rules.tree_mask}
-    if not reads_pages(q, keys, starts, bounds, **hidden):
+    if keys is None or not reads_pages(q, keys, starts, **hidden):
         return None
     order = {"causal": rules.causal, "window": rules.window}
     return attend_pages(q, keys, starts, scale=rules.scale, **order)
+
+
+def _as_pages(keys: KeySource, view: KeyView) -> PagedKV | None:
+    """Contiguous keys as pages that a table finds, without copies; None for other kinds."""
+    if view.is_pages:
+        return cast("PagedKV", keys)
+    if not (keys.is_contiguous and view.is_plain):
+        return None
+    seq_lens, cu_seqlens = keys.lengths
+    k, v = view.k.ptr, view.v.ptr
+    if cu_seqlens is not None:  # every key is a page
+        lens = cu_seqlens.diff()
+        positions = torch.arange(int(lens.max()) if len(lens) else 0, dtype=torch.int32)
+        return PagedKV(k[:, None], v[:, None], cu_seqlens[:-1, None] + positions, lens)
+    if seq_lens is None:
+        seq_lens = torch.full((keys.num_seqs,), keys.capacity, dtype=torch.int32)
+    table = torch.arange(keys.num_seqs, dtype=torch.int32)[:, None]
+    return PagedKV(k, v, table, seq_lens)
 
 
 def _visibility(batch: Batch, rules: Rules) -> Visibility:

@@ -8,14 +8,14 @@ from typing import NamedTuple
 
 import torch
 
-from anabranch.kernels.cpu.decode import (
+from anabranch.kernels.cpu.native import native
+from anabranch.kernels.cpu.pages import (
     NO_WINDOW,
     NewKeys,
     attention_sizes,
     check_status,
     select_splits,
 )
-from anabranch.kernels.cpu.native import native
 from anabranch.keys import PagedKV
 
 
@@ -143,7 +143,7 @@ class LayerRun:
         first, dim = step.keys, before.head_dim
         y, heads = x.clone(), before.num_outputs // dim
         q_heads, kv_heads = heads - 2 * first.k.shape[2], first.k.shape[2]
-        splits = select_splits(int(first.seq_lens.max()), len(first.seq_lens) * kv_heads)
+        splits = select_splits(first, step.cu_seqlens_q, q_heads)
         width = 4 * hidden + before.num_outputs + 3 * after.inner + splits * q_heads * (dim + 1)
         room = x.new_empty(rows * width)
         joined = room[: rows * before.num_outputs].view(rows, heads, dim)

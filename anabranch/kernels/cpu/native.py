@@ -29,10 +29,11 @@ SIGNATURES = {
     "layer_outputs": (*[POINTER] * 9, LONG, FLOAT, INT),
     "run_layers": (*[POINTER] * 5, *[LONG] * 4, INT),
     "attend_pages": (*[POINTER] * 15, FLOAT, INT),
+    "select_splits": (*[POINTER] * 2, *[LONG] * 3, INT),
     "encode_rows": (*[POINTER] * 5, INT),
     "ban_tokens": (*[POINTER] * 3, *[LONG] * 4),
 }
-NUMBERED = {"packed_rows", "run_layers", "attend_pages", "encode_rows"}  # that return a number
+NUMBERED = {"packed_rows", "run_layers", "attend_pages", "select_splits", "encode_rows"}
 _log = logging.getLogger(__name__)
 
 

@@ -17,6 +17,16 @@ INLINE vec choose(ivec condition, vec yes, vec no) {
   return (vec)((condition & (ivec)yes) | (~condition & (ivec)no));
 }
 
+/* Of two numbers, the second where one is NaN. */
+#if defined(__AVX512F__)
+#include <immintrin.h>
+INLINE vec larger(vec a, vec b) { return (vec)_mm512_max_ps((__m512)a, (__m512)b); }
+INLINE vec smaller(vec a, vec b) { return (vec)_mm512_min_ps((__m512)a, (__m512)b); }
+#else
+INLINE vec larger(vec a, vec b) { return choose(a > b, a, b); }
+INLINE vec smaller(vec a, vec b) { return choose(a < b, a, b); }
+#endif
+
 typedef float vec8 __attribute__((vector_size(32), aligned(4), may_alias));
 typedef float vec4 __attribute__((vector_size(16), aligned(4), may_alias));
 
@@ -33,14 +43,12 @@ INLINE float max_lanes(vec v) {
 }
 
 /* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where the series up to r^7 is exact to 1e-8.
-   Below -87 the result is the smallest normal number, above 88 a large one. */
+   Below -88 the result is 0, above 88 a large number. */
 INLINE vec exp_lanes(vec x) {
   const float log2_e = 1.44269504f, ln2_high = 0.693145752f, ln2_low = 1.42860677e-6f;
-  x = choose(x < -87.f, splat(-87.f), x);
-  x = choose(x > 88.f, splat(88.f), x);
-  vec half = choose(x < 0.f, splat(-.5f), splat(.5f));
-  ivec n = __builtin_convertvector(x * log2_e + half, ivec);
-  vec whole = __builtin_convertvector(n, vec);
+  const float whole_numbers = 0x1.8p23f; /* the sum of a number and this is rounded to one */
+  x = smaller(splat(88.f), larger(splat(-88.f), x));
+  vec n = x * log2_e + whole_numbers, whole = n - whole_numbers;
   vec r = x - whole * ln2_high - whole * ln2_low;
   vec p = splat(1.f / 5040);
   p = p * r + 1.f / 720;
@@ -50,5 +58,5 @@ INLINE vec exp_lanes(vec x) {
   p = p * r + .5f;
   p = p * r + 1.f;
   p = p * r + 1.f;
-  return p * (vec)((n + 127) << 23);
+  return p * (vec)(((ivec)n + 127) << 23); /* 0 where n is -127 */
 }

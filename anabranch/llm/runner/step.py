@@ -22,8 +22,8 @@ from anabranch.compositions.prompt_pieces import PromptLayout
 from anabranch.compositions.prompt_workspace import PromptLens
 from anabranch.compositions.quantised_prompt import PageExpander, attend_quantised_prompt
 from anabranch.compositions.sections import LayerRules, Section, SectionPlans, attend_section
-from anabranch.kernels.cpu.decode import NewKeys, attend_pages, reads_pages
 from anabranch.kernels.cpu.decoder import PagedStep
+from anabranch.kernels.cpu.pages import NewKeys, attend_pages, reads_pages
 from anabranch.keys import KeySource, PagedKV
 from anabranch.llm.runner.kv_cache import LayerCache
 from anabranch.llm.runner.sparse_decode import SparseDecode
@@ -167,9 +167,8 @@ class Step:
             first = self.entries[0]
             plain = len(self.entries) == 1 and first.causal and first.tree_mask is None
             keys, starts = cache.keys(first.page_table, first.seq_lens), first.cu_seqlens_q
-            bounds = cast("list[int]", starts.tolist())  # pyright: ignore[reportUnknownMemberType]
             options: Any = {"softcap": softcap, "tree_mask": None}
-            known = plain and reads_pages(q, keys, starts, bounds, **options)
+            known = plain and reads_pages(q, keys, starts, **options)
             known = known and self.slot_mapping.dtype == torch.int64
             self._in_place[shapes] = known
         return known and k.stride(-1) == v.stride(-1) == 1

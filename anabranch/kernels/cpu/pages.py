@@ -1,10 +1,9 @@
-"""Few queries over a paged cache on the CPU by a kernel of ours, without copying keys."""
+"""Attention over a paged cache on the CPU by a kernel of ours, without copying keys."""
 
 from __future__ import annotations
 
 import ctypes
 from functools import cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -17,10 +16,6 @@ from anabranch.state import AttentionState, merge_stacked
 
 LANES = 16  # head dims are multiples of it
 MAX_DIM = 256
-MAX_ROWS = 64  # queries of a sequence times heads of a group
-MAX_QUERIES = 8  # longer ones fill the tiles of torch's flash kernel
-MIN_SPLIT_KEYS = 256  # of one sequence; fewer are not worth a merge
-TASKS_PER_THREAD = 4
 NO_WINDOW = 1 << 40
 CODES = {torch.float32: 0, torch.int8: 1, E4M3: 2}  # as the kernel names what a cache holds
 
@@ -29,23 +24,19 @@ def reads_pages(
     q: torch.Tensor,  # [num_tokens, num_heads, head_dim_k]
     keys: PagedKV,
     cu_seqlens_q: torch.Tensor,  # int32 [num_seqs + 1]
-    bounds: list[int],  # the same, on the host
     *,
     softcap: float | None,
     tree_mask: torch.Tensor | None,
 ) -> bool:
-    """Whether `attend_pages` can serve a call, and is the faster way to do it."""
+    """Whether `attend_pages` can serve a call."""
     if q.dtype != torch.float32 or not len(keys.seq_lens):
         return False
     if softcap is not None or tree_mask is not None:
         return False
-    longest = max(stop - start for start, stop in pairwise(bounds))
     dims = (q.shape[2], keys.v.shape[-1])
     rows = (q, keys.k, keys.v, keys.page_table, keys.seq_lens, cu_seqlens_q)
     return (
-        longest <= MAX_QUERIES
-        and longest * (q.shape[1] // keys.k.shape[2]) <= MAX_ROWS
-        and all(dim % LANES == 0 and dim <= MAX_DIM for dim in dims)
+        all(dim % LANES == 0 and dim <= MAX_DIM for dim in dims)
         and all(x.stride(-1) == 1 for x in rows)
         and native() is not None
     )
@@ -76,8 +67,7 @@ def attend_pages(
         append_kv(stores, (new.k, new.v), new.slot_mapping, new.saturated)
         new = None
     num_tokens, num_heads = q.shape[:2]
-    num_tasks = len(keys.seq_lens) * keys.k.shape[2]
-    num_splits = select_splits(int(keys.seq_lens.max()), num_tasks)
+    num_splits = select_splits(keys, cu_seqlens_q, num_heads)
     out = q.new_zeros(num_splits, num_tokens, num_heads, keys.v.shape[-1])
     lse = q.new_full((num_splits, num_tokens, num_heads), -torch.inf)
     limit = NO_WINDOW if window is None else window
@@ -150,7 +140,14 @@ def check_status(status: int, keys: PagedKV) -> None:
         raise IndexError(f"token {-status - 1} has a slot outside the {slots} of the cache")
 
 
-def select_splits(longest: int, num_tasks: int) -> int:
-    """Into how many parts to cut the keys of every sequence, so that all threads have work."""
-    wanted = TASKS_PER_THREAD * torch.get_num_threads() // max(num_tasks, 1)
-    return max(min(wanted, longest // MIN_SPLIT_KEYS), 1)
+def select_splits(keys: PagedKV, cu_seqlens_q: torch.Tensor, num_heads: int) -> int:
+    """Into how many parts the kernel cuts keys, each with states of its own."""
+    num_kv_heads = keys.k.shape[2]
+    return native().select_splits(
+        keys.seq_lens.data_ptr(),
+        cu_seqlens_q.data_ptr(),
+        len(keys.seq_lens),
+        num_kv_heads,
+        num_heads // num_kv_heads,
+        torch.get_num_threads(),
+    )
