@@ -77,6 +77,7 @@ from anabranch.kernels.triton.mask_tokens import mask_tokens
 from anabranch.kernels.triton.merge import merge
 from anabranch.kernels.triton.move_rows import WORDS, move_rows
 from anabranch.kernels.triton.share_pages import share_pages
+from anabranch.kernels.versions import CODE_ROWS
 from anabranch.keys import PLAIN, DenseKV, LatentKV, PagedKV, SelectedKV, store_of
 from anabranch.keys.formats import FORMATS, empty_store, encoded_store
 from anabranch.rules import Rules
@@ -146,7 +147,8 @@ def launch_stored(
     """Decode over latent rows or pages of 8 heads in a format, in the tiles selected for it.
 
     `packed` is True for NVIDIA's GPUs, as in a plan, `boxed` for those that copy boxes, and
-    `paired` where codes are loaded by pairs of keys if they can be.
+    `paired` where codes are loaded by pairs of keys if they can be: they are but on GPUs with
+    tensor memory, which take 16 rows then.
     """
     dims, num_kv_heads = ((576, 512), 1) if latent else ((head_dim, head_dim), 8)
     stores = [
@@ -164,7 +166,8 @@ def launch_stored(
     config = select_attend(
         rows_per_seq=rows, num_pairs=num_pairs, head_dim_k=dims[0], head_dim_v=dims[1], itemsize=2,
         latent=latent, quantised=format_name != "plain", code_pairs=code_pairs,
-        int8_codes=view.k.format.name == "int8", box_keys=box_keys(view) if boxed else 0,
+        int8_codes=view.k.format.name == "int8", code_rows=CODE_ROWS if paired else 16,
+        box_keys=box_keys(view) if boxed else 0,
     )  # fmt: skip
     shape = (dims[0], 0 if latent and one_tile else dims[1], 2)
     halves = in_words(view.k) and not latent
