@@ -109,7 +109,7 @@ def weighted(scores, scale, weight_ptrs, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def score(q, k, scores, KEYS_FIRST: tl.constexpr):
-    """scores + q k^T [ROWS, KEYS]; with KEYS_FIRST its transpose, of queries that are transposed."""
+    """scores + q k^T [ROWS, KEYS]; with KEYS_FIRST its transpose, of transposed queries."""
     if KEYS_FIRST:
         return tl.dot(k, q, scores, input_precision="ieee")
     else:
