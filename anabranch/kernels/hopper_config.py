@@ -37,6 +37,7 @@ FEW_BLOCKS = 66  # with their heads: half of the processors of an H200
 FEW_KEYS = 256  # that the rows of a block see: two wide tiles
 FEW_TILES = 5  # of 128 keys, for each processor, of blocks that are few
 FEW_ROWS = 64  # of a sequence
+MOST_FIXED_PARTS = 64  # of a block
 
 
 def select_tiles(
@@ -150,7 +151,7 @@ class HopperConstants:
     @property
     def most_fixed_parts(self) -> int:
         """Of a block cut at fixed boundaries: with all packs, one block fills the GPU."""
-        return min(max(self.num_programs // self.num_packs, 1), 64)
+        return min(max(self.num_programs // self.num_packs, 1), MOST_FIXED_PARTS)
 
     @property
     def max_registers(self) -> int:
@@ -179,6 +180,26 @@ class HopperConstants:
         return 2 * (self.dk_main + self.dk_rest + self.dv_main + self.dv_rest)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class OrderConstants:
+    """What the order of items is compiled for: a few kinds serve all models."""
+
+    causal: bool
+    pack: int
+    block_n: int
+    num_programs: int
+    fixed_parts: bool
+    splits: bool
+
+
+class Packs(NamedTuple):
+    """Heads, as the order of items takes them: as numbers."""
+
+    num_packs: int
+    packs_per_kv: int
+    bytes_a_key: int
+
+
 class CutPrices(NamedTuple):
     """What items and cutting blocks cost; TILE_PRICE is what a tile takes."""
 
@@ -190,6 +211,24 @@ class CutPrices(NamedTuple):
 
 TILE_PRICE = 16
 MERGE_BATCH = 16  # parts that are loaded at once where rows are few
+
+
+@cache
+def order_constants(constants: HopperConstants) -> OrderConstants:
+    """The part of the constants that the order of items is compiled for."""
+    return OrderConstants(
+        constants.causal,
+        constants.pack,
+        constants.block_n,
+        constants.num_programs,
+        constants.fixed_parts,
+        constants.splits,
+    )
+
+
+def packs_of(constants: HopperConstants) -> Packs:
+    """The part of the constants that the order of items is told."""
+    return Packs(constants.num_packs, constants.packs_per_kv, constants.bytes_a_key)
 
 
 @cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import random
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import accumulate, pairwise, takewhile
 
 import pytest
@@ -23,8 +23,10 @@ from anabranch.kernels.hopper_config import (
     Packing,
     cut_prices,
     hopper_constants,
+    order_constants,
     select_tiles,
 )
+from anabranch.kernels.parts.merge_items import merge_constants
 from anabranch.kernels.schedule.items import CUT, HEADER, ITEM
 from anabranch.kernels.schedule.order import cut_ints, num_slots, order, order_size
 from anabranch.rules import Rules
@@ -371,6 +373,14 @@ def test_cuts_end_about_as_soon_as_the_best(
             times.append(end_of(sizes, constants, is_cut=cuts > 1))
     is_cut = any(item[8] > 1 for item in items)
     assert end_of([item[6] for item in items], constants, is_cut=is_cut) < 1.25 * min(times)
+
+
+def test_orders_of_all_models_share_programs() -> None:
+    """One more model compiles another order or merge only where its rows lie in other packs."""
+    few, many = constants_of(2), constants_of(16)
+    pages = replace(many, page_size=16, dk_rest=64, q_columns=0)
+    assert asdict(order_constants(few)) == asdict(order_constants(many))
+    assert asdict(merge_constants(many)) == asdict(merge_constants(pages))
 
 
 def constants_of(num_kv_heads: int, *, fixed_parts: bool = False) -> HopperConstants:

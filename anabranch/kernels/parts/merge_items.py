@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -31,6 +33,25 @@ class MergeTile(NamedTuple):
     batch: int  # parts that are under way together
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class MergeConstants:
+    """What the merge is compiled for."""
+
+    pack: int
+    pack_heads: int
+    num_packs: int
+    width: int  # of values
+    overlap: bool
+
+
+@cache
+def merge_constants(constants: HopperConstants) -> MergeConstants:
+    """The part of the constants that the merge of their parts is compiled for."""
+    width = constants.dv_main + constants.dv_rest
+    packing = constants.pack, constants.pack_heads, constants.num_packs
+    return MergeConstants(*packing, width, constants.overlap)
+
+
 def merge_items(
     results: StateRows, order: torch.Tensor, slots: int, constants: HopperConstants
 ) -> None:
@@ -52,7 +73,7 @@ def merge_items(
         order[-cut_ints(slots) :],
         num_cut,
         row_tiles,
-        constants,
+        merge_constants(constants),
         tile,
         power_of_two(constants.dv_main + constants.dv_rest),
         num_warps=4,
@@ -66,7 +87,7 @@ def merge_items_kernel(
     cut_ptr,  # [most_cut + 1] records of blocks that are cut
     most_cut,
     row_tiles,  # of a block
-    C: tl.constexpr,  # HopperConstants
+    C: tl.constexpr,  # MergeConstants
     TILE: tl.constexpr,  # MergeTile
     BLOCK_DV: tl.constexpr,
 ):
@@ -94,7 +115,7 @@ def merge_tile(
     """Merge the parts of `TILE.rows` rows of a block from `row` on."""
     left = tl.minimum(cut.q_len * C.pack - cut.first_row, 128)
     if row < left:
-        WIDTH: tl.constexpr = C.dv_main + C.dv_rest
+        WIDTH: tl.constexpr = C.width
         item = Item(cut, pack, 0, 0, 0, 1, cut.num_parts, 0, cut.first_slot)
         rows = row + tl.arange(0, TILE.rows)
         dims = tl.arange(0, BLOCK_DV)

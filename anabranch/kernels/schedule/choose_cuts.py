@@ -9,23 +9,25 @@ from anabranch.kernels.schedule.items import ITEM
 BLOCK_M: tl.constexpr = tl.constexpr(hopper_config.BLOCK_ROWS)
 TILE_PRICE: tl.constexpr = tl.constexpr(hopper_config.TILE_PRICE)
 MERGE_BATCH: tl.constexpr = tl.constexpr(hopper_config.MERGE_BATCH)
+MOST_FIXED_PARTS: tl.constexpr = tl.constexpr(hopper_config.MOST_FIXED_PARTS)
 MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
 FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
-# its block would have more than `most_fixed_parts`
+# its block would have more than `most_fixed_parts` of HopperConstants
 WHOLE_ROWS: tl.constexpr = tl.constexpr(512)  # there, sequences of so many rows are not cut
 
 
 @triton.jit
-def num_parts_of(num_tiles, num_rows, limit, C: tl.constexpr):
+def num_parts_of(num_tiles, num_rows, limit, packs, C: tl.constexpr):
     """Into how many parts a block is cut: of `limit` tiles at most, or as its own length says."""
     if C.splits and C.fixed_parts:
-        limit = tl.maximum(tl.cdiv(num_tiles, C.most_fixed_parts), FIXED_TILES)
+        most = tl.minimum(tl.maximum(C.num_programs // packs.num_packs, 1), MOST_FIXED_PARTS)
+        limit = tl.maximum(tl.cdiv(num_tiles, most), FIXED_TILES)
         limit = tl.where(num_rows >= WHOLE_ROWS, num_tiles, limit)
     return tl.cdiv(num_tiles, limit)
 
 
 @triton.jit
-def choose_limit(blocks_ptr, num_blocks, most, total, slots, prices, C: tl.constexpr):
+def choose_limit(blocks_ptr, num_blocks, most, total, slots, packs, prices, C: tl.constexpr):
     """The most tiles of a part: what ends first.
 
     Column c of a tile is the choice of cutting the longest block into c + 1 parts. Items are taken
@@ -55,11 +57,11 @@ def choose_limit(blocks_ptr, num_blocks, most, total, slots, prices, C: tl.const
         num_parts += tl.sum(parts, 0)
         part_rows += tl.sum(parts * num_rows[:, None], 0)
     work = (total * TILE_PRICE + num_items * prices.item).to(tl.float32)
-    evenly = (work * (C.num_packs / C.num_programs)).to(tl.int32)
-    rounds = tl.cdiv(num_long * C.num_packs, C.num_programs)
+    evenly = (work * (packs.num_packs / C.num_programs)).to(tl.int32)
+    rounds = tl.cdiv(num_long * packs.num_packs, C.num_programs)
     by_rounds = rounds * (long_tiles * TILE_PRICE // tl.maximum(num_long, 1) + prices.item)
     time = tl.maximum(limits * TILE_PRICE + prices.item, tl.maximum(evenly, by_rounds))
-    written = tl.cdiv(part_rows * C.num_packs, C.num_programs) * prices.part // BLOCK_M
+    written = tl.cdiv(part_rows * packs.num_packs, C.num_programs) * prices.part // BLOCK_M
     batches = tl.cdiv(tl.cdiv(most, limits), MERGE_BATCH)
     time += tl.where(cuts > 1, prices.merge + written + (batches - 1) * prices.batch, 0)
     time = tl.where((num_parts <= slots) | (cuts == 1), time, 2147483647)

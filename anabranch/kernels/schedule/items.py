@@ -86,7 +86,7 @@ def is_cut(cut):
 
 
 @triton.jit
-def section_of(num_keys, C: tl.constexpr):
+def section_of(num_keys, packs, C: tl.constexpr):
     """Packs attended to side by side: as many as the L2 cache holds keys and values of.
 
     All of them where several programs attend to each kv head at a time: they read the same keys at
@@ -95,11 +95,11 @@ def section_of(num_keys, C: tl.constexpr):
     16384 tokens, 32/8 heads, 3437 and 3390, 8192 tokens, 16 heads of 192/128, 501 and 497. But 128
     heads of 192/128, 1 x 4096: 1145, and 1177 in sections twice as large.
     """
-    section = tl.full([], C.num_packs, tl.int32)
-    if SHARING * (C.num_packs // C.packs_per_kv) > C.num_programs:
-        bytes_a_kv_head = num_keys * C.bytes_a_key
+    section = packs.num_packs
+    if SHARING * (packs.num_packs // packs.packs_per_kv) > C.num_programs:
+        bytes_a_kv_head = num_keys * packs.bytes_a_key
         for _ in tl.static_range(8):
-            kv_heads = tl.cdiv(section, C.packs_per_kv)
+            kv_heads = tl.cdiv(section, packs.packs_per_kv)
             halves = (section % 2 == 0) & (kv_heads * bytes_a_kv_head > CACHE_BYTES)
             section = tl.where(halves, section // 2, section)
     return section

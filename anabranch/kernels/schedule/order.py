@@ -8,13 +8,15 @@ counter, so the longest begin first and the short ones fill the gaps.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from anabranch.call import AttendCall
 from anabranch.kernels import hopper_config
-from anabranch.kernels.hopper_config import HopperConstants
+from anabranch.kernels.hopper_config import CutPrices, HopperConstants, Packs
 from anabranch.kernels.schedule.choose_cuts import (
     BLOCK_M,
     FIXED_TILES,
@@ -36,6 +38,7 @@ from anabranch.launches.recorder import launch
 
 CUT_KEYS = 1024  # of a sequence
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
+PRICES = [f"{name}_price" for name in CutPrices._fields]
 
 
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: HopperConstants) -> int:
@@ -116,11 +119,19 @@ def order(
         num_blocks_bound(num_seqs, num_tokens, constants),
         counters.numel(),
         slots,
+        *hopper_config.packs_of(constants),
+        *hopper_config.cut_prices(constants),
         call.rules.window,
-        hopper_config.cut_prices(constants),
-        constants,
+        hopper_config.order_constants(constants),
         num_warps=8,
     )
+
+
+class ItemSizes(NamedTuple):
+    """Tiles of items."""
+
+    limit: Any  # of cut blocks
+    longest: Any  # that any item has
 
 
 @triton.jit
@@ -129,7 +140,7 @@ def level_of(num_tiles, most):
     return (most - num_tiles) // (most // LEVELS + 1)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "slots"])
+@triton.jit(do_not_specialize=[*SIZES, "slots", *Packs._fields, *PRICES])
 def order_kernel(
     order_ptr,  # header, items, blocks, first block of each sequence, counts, cut blocks
     counters_ptr,  # [num_counters]
@@ -143,11 +154,19 @@ def order_kernel(
     max_blocks,
     num_counters,
     slots,
+    num_packs,  # these are Packs
+    packs_per_kv,
+    bytes_a_key,
+    item_price,  # these are CutPrices
+    merge_price,
+    part_price,
+    batch_price,
     window,  # or None
-    prices,  # CutPrices
-    C: tl.constexpr,  # HopperConstants
+    C: tl.constexpr,  # OrderConstants
     CHUNK: tl.constexpr = 256,
 ):
+    packs = Packs(num_packs, packs_per_kv, bytes_a_key)
+    prices = CutPrices(item_price, merge_price, part_price, batch_price)
     lengths = Lengths(
         cu_seqlens_q_ptr,
         seq_lens_ptr,
@@ -198,19 +217,19 @@ def order_kernel(
 
     limit = most
     if C.splits and not C.fixed_parts:
-        limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, prices, C)
-    longest = tl.minimum(limit, most)
-    num_items = count_levels(blocks_ptr, counts_ptr, num_blocks, limit, longest, C, CHUNK)
-    write_items(items_ptr, blocks_ptr, counts_ptr, cut_ptr, num_blocks, limit, longest, C, CHUNK)
+        limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, packs, prices, C)
+    sizes = ItemSizes(limit, tl.minimum(limit, most))
+    num_items = count_levels(blocks_ptr, counts_ptr, num_blocks, sizes, packs, C, CHUNK)
+    write_items(items_ptr, blocks_ptr, counts_ptr, cut_ptr, num_blocks, sizes, packs, C, CHUNK)
     tl.store(order_ptr, num_items)
-    tl.store(order_ptr + 1, section_of(num_keys, C))
+    tl.store(order_ptr + 1, section_of(num_keys, packs, C))
     orphans, _ = query_range(num_seqs, lengths)
     tl.store(order_ptr + 2, orphans)
 
 
 @triton.jit
 def count_levels(
-    blocks_ptr, counts_ptr, num_blocks, limit, longest, C: tl.constexpr, CHUNK: tl.constexpr
+    blocks_ptr, counts_ptr, num_blocks, sizes, packs, C: tl.constexpr, CHUNK: tl.constexpr
 ):
     """Where the items of each level begin, and how many items there are."""
     levels = tl.arange(0, LEVELS)
@@ -222,9 +241,9 @@ def count_levels(
         inside = blocks < num_blocks
         num_tiles = tl.load(blocks_ptr + blocks * ITEM + 6, inside, other=1)
         num_rows = tl.load(blocks_ptr + blocks * ITEM + 3, inside, other=0) * C.pack
-        parts = num_parts_of(num_tiles, num_rows, limit, C)
+        parts = num_parts_of(num_tiles, num_rows, sizes.limit, packs, C)
         size = tl.cdiv(num_tiles, parts)
-        tl.atomic_add(counts_ptr + level_of(size, longest), parts, inside)
+        tl.atomic_add(counts_ptr + level_of(size, sizes.longest), parts, inside)
         num_items += tl.sum(tl.where(inside, parts, 0))
     tl.debug_barrier()
     counts = tl.load(counts_ptr + levels)
@@ -241,8 +260,8 @@ def write_items(
     counts_ptr,
     cut_ptr,
     num_blocks,
-    limit,
-    longest,
+    sizes,
+    packs,
     C: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
@@ -256,12 +275,12 @@ def write_items(
         first_tile = tl.load(block + 5, inside, other=0)
         num_tiles = tl.load(block + 6, inside, other=1)
         num_rows = tl.load(block + 3, inside, other=0) * C.pack
-        parts = num_parts_of(num_tiles, num_rows, limit, C)
+        parts = num_parts_of(num_tiles, num_rows, sizes.limit, packs, C)
         size = tl.cdiv(num_tiles, parts)
         taken = tl.where(inside & (parts > 1), parts, 0)
         slot = first_slot + tl.cumsum(taken) - taken
         first_slot += tl.sum(taken)
-        place = tl.atomic_add(counts_ptr + level_of(size, longest), parts, inside)
+        place = tl.atomic_add(counts_ptr + level_of(size, sizes.longest), parts, inside)
         cut = tl.where(taken > 0, 1, 0)
         record = cut_ptr + (num_cut + tl.cumsum(cut) - cut) * CUT
         for field in tl.static_range(3):  # first_row, q_start, q_len

@@ -19,12 +19,15 @@ block that begins in a share does not end there, and the parts of that wait in s
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from anabranch.call import AttendCall
-from anabranch.kernels.constants import AttendConstants
+from anabranch.kernels.constants import AttendConstants, Division
 from anabranch.kernels.schedule.align import align_blocks, aligned_share
 from anabranch.kernels.schedule.cut_blocks import (
     SIZES,
@@ -50,6 +53,33 @@ from anabranch.launches.recorder import launch
 
 # From this count on the balance is estimated, not summed.
 MANY_ROUNDS: tl.constexpr = tl.constexpr(64)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ScheduleConstants:
+    """What a schedule is compiled for: not how keys are stored, nor how tiles are multiplied."""
+
+    causal: bool
+    group: int
+    num_kv_heads: int
+    block_m: int
+    block_n: int
+    group_parts: int
+    division: Division
+
+
+@cache
+def schedule_constants(constants: AttendConstants) -> ScheduleConstants:
+    """The part of the constants that the schedule is compiled for."""
+    return ScheduleConstants(
+        constants.causal,
+        constants.group,
+        constants.num_kv_heads,
+        constants.tiles.block_m,
+        constants.tiles.block_n,
+        constants.merging.group_parts,
+        constants.division,
+    )
 
 
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: AttendConstants) -> int:
@@ -91,7 +121,7 @@ def schedule(
         num_blocks_bound(num_seqs, num_tokens, constants),
         counters.numel(),
         call.rules.window,
-        constants,
+        schedule_constants(constants),
         num_warps=8,
     )
 
@@ -110,7 +140,7 @@ def schedule_kernel(
     max_blocks,
     num_counters,
     window,  # or None
-    C: tl.constexpr,
+    C: tl.constexpr,  # ScheduleConstants
     CHUNK: tl.constexpr = 256,
 ):
     lengths = Lengths(
@@ -130,7 +160,7 @@ def schedule_kernel(
     num_blocks = 0  # before each sequence
     for start in range(0, num_seqs + 1, CHUNK):
         seqs = start + lanes
-        blocks = count_blocks(seqs, lengths, C.group, C.tiles.block_m)
+        blocks = count_blocks(seqs, lengths, C.group, C.block_m)
         tl.store(seqs_ptr + seqs, num_blocks + tl.cumsum(blocks) - blocks, seqs <= num_seqs)
         num_blocks += tl.sum(blocks)
     num_blocks = tl.minimum(num_blocks, max_blocks)
@@ -146,7 +176,7 @@ def schedule_kernel(
         blocks = start + lanes
         inside = blocks < num_blocks
         block, sees_keys = cut_blocks(
-            blocks, seqs_ptr, lengths, window, C.group, C.tiles.block_m, C.tiles.block_n, C.causal
+            blocks, seqs_ptr, lengths, window, C.group, C.block_m, C.block_n, C.causal
         )
         num_rows = block.q_len * C.group
         num_tiles = tl.where(sees_keys, block.num_tiles, 0)
@@ -203,7 +233,7 @@ def rounded_share(share, num_blocks, extremes, C: tl.constexpr):
     if C.division.folds_parts:  # noqa: SIM102 - one is known when compiling, the other is not
         if largest == smallest:
             share = tl.cdiv(share, largest) * largest
-            group = largest * C.merging.group_parts
+            group = largest * C.group_parts
             grouped = tl.cdiv(share, group) * group
             share = tl.where(grouped * 25 <= share * 26, grouped, share)
     return share
