@@ -192,14 +192,6 @@ class OrderConstants:
     splits: bool
 
 
-class Packs(NamedTuple):
-    """Heads, as the order of items takes them: as numbers."""
-
-    num_packs: int
-    packs_per_kv: int
-    bytes_a_key: int
-
-
 class CutPrices(NamedTuple):
     """What items and cutting blocks cost; TILE_PRICE is what a tile takes."""
 
@@ -207,6 +199,15 @@ class CutPrices(NamedTuple):
     merge: int  # the launch that merges parts, if there are any
     part: int  # each part of 128 rows that a program writes
     batch: int  # parts of a block that are merged after the first MERGE_BATCH of them
+
+
+class PackFacts(NamedTuple):
+    """What the order of items is told of heads: as numbers, which compile no other program."""
+
+    num_packs: int
+    packs_per_kv: int
+    bytes_a_key: int
+    prices: CutPrices
 
 
 TILE_PRICE = 16
@@ -226,11 +227,6 @@ def order_constants(constants: HopperConstants) -> OrderConstants:
     )
 
 
-def packs_of(constants: HopperConstants) -> Packs:
-    """The part of the constants that the order of items is told."""
-    return Packs(constants.num_packs, constants.packs_per_kv, constants.bytes_a_key)
-
-
 @cache
 def cut_prices(constants: HopperConstants) -> CutPrices:
     """In tiles of 128 keys and heads of 128, of which one takes about 1.2 us."""
@@ -238,6 +234,12 @@ def cut_prices(constants: HopperConstants) -> CutPrices:
     tile = constants.block_n * head_dims / (128 * 256)
     prices = 1.5, 2.25, head_dims / 256, 1.75
     return CutPrices(*(round(TILE_PRICE * price / tile) for price in prices))
+
+
+def pack_facts(constants: HopperConstants) -> PackFacts:
+    """The part of the constants that the order of items is told."""
+    packs = constants.num_packs, constants.packs_per_kv, constants.bytes_a_key
+    return PackFacts(*packs, cut_prices(constants))
 
 
 @cache

@@ -27,7 +27,7 @@ def num_parts_of(num_tiles, num_rows, limit, packs, C: tl.constexpr):
 
 
 @triton.jit
-def choose_limit(blocks_ptr, num_blocks, most, total, slots, packs, prices, C: tl.constexpr):
+def choose_limit(blocks_ptr, num_blocks, most, total, slots, packs, C: tl.constexpr):
     """The most tiles of a part: what ends first.
 
     Column c of a tile is the choice of cutting the longest block into c + 1 parts. Items are taken
@@ -56,14 +56,14 @@ def choose_limit(blocks_ptr, num_blocks, most, total, slots, packs, prices, C: t
         parts = tl.where(parts > 1, parts, 0)
         num_parts += tl.sum(parts, 0)
         part_rows += tl.sum(parts * num_rows[:, None], 0)
-    work = (total * TILE_PRICE + num_items * prices.item).to(tl.float32)
+    work = (total * TILE_PRICE + num_items * packs.prices.item).to(tl.float32)
     evenly = (work * (packs.num_packs / C.num_programs)).to(tl.int32)
     rounds = tl.cdiv(num_long * packs.num_packs, C.num_programs)
-    by_rounds = rounds * (long_tiles * TILE_PRICE // tl.maximum(num_long, 1) + prices.item)
-    time = tl.maximum(limits * TILE_PRICE + prices.item, tl.maximum(evenly, by_rounds))
-    written = tl.cdiv(part_rows * packs.num_packs, C.num_programs) * prices.part // BLOCK_M
+    by_rounds = rounds * (long_tiles * TILE_PRICE // tl.maximum(num_long, 1) + packs.prices.item)
+    time = tl.maximum(limits * TILE_PRICE + packs.prices.item, tl.maximum(evenly, by_rounds))
+    written = tl.cdiv(part_rows * packs.num_packs, C.num_programs) * packs.prices.part // BLOCK_M
     batches = tl.cdiv(tl.cdiv(most, limits), MERGE_BATCH)
-    time += tl.where(cuts > 1, prices.merge + written + (batches - 1) * prices.batch, 0)
+    time += tl.where(cuts > 1, packs.prices.merge + written + (batches - 1) * packs.prices.batch, 0)
     time = tl.where((num_parts <= slots) | (cuts == 1), time, 2147483647)
     return tl.cdiv(most, tl.argmin(time, 0) + 1)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from anabranch.call import AttendCall
 from anabranch.kernels import hopper_config
-from anabranch.kernels.hopper_config import CutPrices, HopperConstants, Packs
+from anabranch.kernels.hopper_config import HopperConstants
 from anabranch.kernels.schedule.choose_cuts import (
     BLOCK_M,
     FIXED_TILES,
@@ -38,7 +38,6 @@ from anabranch.launches.recorder import launch
 
 CUT_KEYS = 1024  # of a sequence
 LEVELS: tl.constexpr = tl.constexpr(1024)  # lengths that the sort tells apart
-PRICES = [f"{name}_price" for name in CutPrices._fields]
 
 
 def num_blocks_bound(num_seqs: int, num_tokens: int, constants: HopperConstants) -> int:
@@ -119,9 +118,8 @@ def order(
         num_blocks_bound(num_seqs, num_tokens, constants),
         counters.numel(),
         slots,
-        *hopper_config.packs_of(constants),
-        *hopper_config.cut_prices(constants),
         call.rules.window,
+        hopper_config.pack_facts(constants),
         hopper_config.order_constants(constants),
         num_warps=8,
     )
@@ -140,7 +138,7 @@ def level_of(num_tiles, most):
     return (most - num_tiles) // (most // LEVELS + 1)
 
 
-@triton.jit(do_not_specialize=[*SIZES, "slots", *Packs._fields, *PRICES])
+@triton.jit(do_not_specialize=[*SIZES, "slots"])
 def order_kernel(
     order_ptr,  # header, items, blocks, first block of each sequence, counts, cut blocks
     counters_ptr,  # [num_counters]
@@ -154,19 +152,11 @@ def order_kernel(
     max_blocks,
     num_counters,
     slots,
-    num_packs,  # these are Packs
-    packs_per_kv,
-    bytes_a_key,
-    item_price,  # these are CutPrices
-    merge_price,
-    part_price,
-    batch_price,
     window,  # or None
+    packs,  # PackFacts
     C: tl.constexpr,  # OrderConstants
     CHUNK: tl.constexpr = 256,
 ):
-    packs = Packs(num_packs, packs_per_kv, bytes_a_key)
-    prices = CutPrices(item_price, merge_price, part_price, batch_price)
     lengths = Lengths(
         cu_seqlens_q_ptr,
         seq_lens_ptr,
@@ -217,7 +207,7 @@ def order_kernel(
 
     limit = most
     if C.splits and not C.fixed_parts:
-        limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, packs, prices, C)
+        limit = choose_limit(blocks_ptr, num_blocks, most, total, slots, packs, C)
     sizes = ItemSizes(limit, tl.minimum(limit, most))
     num_items = count_levels(blocks_ptr, counts_ptr, num_blocks, sizes, packs, C, CHUNK)
     write_items(items_ptr, blocks_ptr, counts_ptr, cut_ptr, num_blocks, sizes, packs, C, CHUNK)
