@@ -23,6 +23,7 @@ from anabranch.llm.models.fetched_models import (
 from anabranch.llm.models.file_tokenizer import FileTokenizer, file_tokenizer
 from anabranch.llm.models.packed_decoder import PackedDecoder, load_decoder
 from anabranch.llm.models.packed_file import INDEX
+from anabranch.llm.models.spent_memory import release_spent_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -101,6 +102,7 @@ def load_model(
         )
         small = None if decoder is None else file_tokenizer(directory)
         if decoder is not None and small is not None:
+            release_spent_memory()
             return _loaded(decoder, small, name)
     from anabranch.llm.models.checkpoint import load_tokenizer, load_weights
 
