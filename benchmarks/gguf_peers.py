@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -180,6 +181,14 @@ def compare(path: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def about() -> dict[str, Any]:
+    """What the rows hold for."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    today = datetime.now(UTC).date().isoformat()
+    return {"bench": "gguf-peers", "commit": commit, "date": today, "threads": NUM_THREADS}
+
+
 def main() -> None:
     """Run, print a table, and write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -207,8 +216,8 @@ def main() -> None:
                 flush=True,
             )
     if options.out:
-        results = {"bench": "gguf-peers", "threads": NUM_THREADS, "rounds": options.rounds}
-        options.out.write_text(json.dumps({**results, "rows": rows}, indent=1) + "\n")
+        results = about() | {"rounds": options.rounds, "realtime": options.realtime, "rows": rows}
+        options.out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
