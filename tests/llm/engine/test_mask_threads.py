@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import groupby
 from threading import Event
 from typing import Any
@@ -104,6 +105,15 @@ def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
     words = np.zeros((len(states), num_words(len(tokenizer))), np.int32)
     assert fill(MaskThreads(2), [(state, row) for row, state in enumerate(states)], words)
     np.testing.assert_array_equal(words, alone(states, len(tokenizer)))
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 1), (2, 1), (3, 12), (16, 64), (99, 64)])
+def test_a_grammar_has_one_lexer_where_masks_are_made_one_by_one(
+    cores: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    assert grammar_compiler.most_lexers() == most
+    assert (mask_threads.num_mask_threads() < 2) == (most == 1)
 
 
 def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

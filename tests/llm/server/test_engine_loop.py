@@ -95,6 +95,22 @@ def driven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Driven:
     return Driven(engine)
 
 
+def test_grammars_are_prepared_before_the_first_request(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds Python's lock for half a second, which streams would wait for."""
+    waiting = list[int]()
+    prepare = Engine.prepare_grammars
+
+    def noted(engine: Engine) -> None:
+        waiting.append(driven.inbox.qsize())
+        prepare(engine)
+
+    monkeypatch.setattr(Engine, "prepare_grammars", noted)
+    driven.run(lambda: driven.is_over("a"), Add("a", [5, 6], GREEDY))
+    assert waiting == [1]
+
+
 def test_requests_are_answered_side_by_side(driven: Driven) -> None:
     names = ["a", "b", "digits"]
     adds = [Add("a", [5, 6], GREEDY), Add("b", [5, 6], GREEDY), Add("digits", [5], DIGITS)]
@@ -208,7 +224,8 @@ def test_grammars_wait_up_to_a_bound_and_small_ones_pass_large_ones(
     monkeypatch.setattr(engine_child, "LARGE_CHARS", 10)
     held, done = threading.Event(), SimpleQueue[Compiled]()
 
-    def compiled(params: SamplingParams) -> str:
+    def compiled(params: SamplingParams, *, aside: bool) -> str:
+        assert aside
         text = params.structured_outputs.text  # type: ignore[union-attr]
         if len(text) > 10:
             held.wait()

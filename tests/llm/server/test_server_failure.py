@@ -148,7 +148,8 @@ def test_an_idle_engine_notices_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(engine_child, "IDLE_SECONDS", 0)
     ranks = SimpleNamespace(check=check)
-    engine = cast("Any", SimpleNamespace(has_work=False, ranks=ranks))
+    idle = SimpleNamespace(has_work=False, ranks=ranks, prepare_grammars=lambda: None)
+    engine = cast("Any", idle)
     heart = cast("Any", SimpleNamespace(step=nullcontext))
     with pytest.raises(RankLostError, match="rank 1 ended"):
         EngineLoop(engine, cast("Any", None), Queue(), heart).run()
