@@ -27,10 +27,11 @@ class Lexer:
 
 
 class Made(NamedTuple):
-    """A matcher, and the seconds of a core that it took."""
+    """A matcher, and the seconds of a core that it took, and that its first mask takes again."""
 
     matcher: Any
     seconds: float
+    mask_seconds: float = 0.0
 
 
 class LexerUse:
