@@ -67,7 +67,7 @@ class AsyncLLM:
         listener = _Listener(asyncio.get_running_loop())
         grammar = None
         if getattr(params, "structured_outputs", None) is not None:  # it may be anything yet
-            grammar = await asyncio.to_thread(self.engine.compile_grammar, params, aside=True)
+            grammar = await asyncio.to_thread(self.engine.compile_grammar, params)
         self._call(lambda: self._add(listener, request_id, prompt, params, grammar))
         finished = False
         try:

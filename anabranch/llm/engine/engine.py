@@ -94,18 +94,9 @@ class Engine:
         """Whether another step would do something."""
         return bool(self.scheduler.running or self.scheduler.waiting or self._flying)
 
-    def prepare_grammars(self) -> None:
-        """Do now what else the first grammar would do while others wait for their tokens."""
-        self.admission.grammars.prepare()
-
-    def compile_grammar(
-        self, params: SamplingParams, *, aside: bool = False
-    ) -> CompiledGrammar | None:
-        """The grammar of a request, if it has one; from any thread, for it may take seconds.
-
-        With `aside` steps that run meanwhile come first.
-        """
-        return self.admission.grammar(params, aside=aside)
+    def compile_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+        """The grammar of a request, if it has one; from any thread: it may take seconds, aside."""
+        return self.admission.grammar(params, aside=True)
 
     def add_request(
         self,

@@ -62,7 +62,7 @@ class EngineLoop:
         self._was_busy = False
 
     def run(self) -> None:
-        self._engine.prepare_grammars()  # while no stream waits for its next token
+        self._engine.admission.grammars.prepare()  # while no stream waits for its next token
         while True:
             self._take_messages()
             with self._heart.step():
@@ -179,7 +179,7 @@ class GrammarThreads:
 
     def _compile(self, add: Add, params: SamplingParams) -> None:
         try:
-            self._done(Compiled(add, self._engine.compile_grammar(params, aside=True), None))
+            self._done(Compiled(add, self._engine.compile_grammar(params), None))
         except Exception as error:  # of this request alone
             self._done(Compiled(add, None, error))
 

@@ -13,12 +13,15 @@ import pytest
 pytest.importorskip("llguidance")
 
 import llguidance
-from server_models import tiny_tokenizer
+from server_models import engine_config, tiny_tokenizer
 
+from anabranch.llm.engine.engine import Engine
 from anabranch.llm.grammar import grammar_compiler
 from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
+from anabranch.llm.grammar.lexers import Lexers, LexerUse
 from anabranch.llm.grammar.low_priority import LOW_PRIORITY, at_low_priority
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
+from anabranch.llm.sampling.params import SamplingParams
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="priorities belong to processes")
 WRONG = {"type": "object", "properties": {"a": {"not": {"type": "string"}}}}
@@ -82,6 +85,19 @@ class Noted:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._given, name)
+
+
+def test_engines_compile_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, lexers = list[bool](), Lexers.reserve
+
+    def reserve(self: Lexers, num_seqs: int, *, aside: bool = False) -> list[LexerUse]:
+        asked.append(aside)
+        return lexers(self, num_seqs, aside=aside)
+
+    monkeypatch.setattr(Lexers, "reserve", reserve)
+    params = SamplingParams(structured_outputs={"regex": "a"})  # type: ignore[arg-type]
+    Engine(engine_config(max_model_len=64)).compile_grammar(params)
+    assert asked == [True]
 
 
 def test_a_prepared_compiler_reads_no_vocabulary_for_its_first_grammar(

@@ -18,6 +18,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
 from server_models import engine_config  # noqa: E402
 
 from anabranch.llm.engine.engine import Engine  # noqa: E402
+from anabranch.llm.grammar.grammar_compiler import GrammarCompiler  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
 from anabranch.llm.server import engine_child  # noqa: E402
 from anabranch.llm.server.engine_child import (  # noqa: E402
@@ -100,13 +101,13 @@ def test_grammars_are_prepared_before_the_first_request(
 ) -> None:
     """It holds Python's lock for half a second, which streams would wait for."""
     waiting = list[int]()
-    prepare = Engine.prepare_grammars
+    prepare = GrammarCompiler.prepare
 
-    def noted(engine: Engine) -> None:
+    def noted(grammars: GrammarCompiler) -> None:
         waiting.append(driven.inbox.qsize())
-        prepare(engine)
+        prepare(grammars)
 
-    monkeypatch.setattr(Engine, "prepare_grammars", noted)
+    monkeypatch.setattr(GrammarCompiler, "prepare", noted)
     driven.run(lambda: driven.is_over("a"), Add("a", [5, 6], GREEDY))
     assert waiting == [1]
 
@@ -224,8 +225,7 @@ def test_grammars_wait_up_to_a_bound_and_small_ones_pass_large_ones(
     monkeypatch.setattr(engine_child, "LARGE_CHARS", 10)
     held, done = threading.Event(), SimpleQueue[Compiled]()
 
-    def compiled(params: SamplingParams, *, aside: bool) -> str:
-        assert aside
+    def compiled(params: SamplingParams) -> str:
         text = params.structured_outputs.text  # type: ignore[union-attr]
         if len(text) > 10:
             held.wait()

@@ -148,7 +148,8 @@ def test_an_idle_engine_notices_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(engine_child, "IDLE_SECONDS", 0)
     ranks = SimpleNamespace(check=check)
-    idle = SimpleNamespace(has_work=False, ranks=ranks, prepare_grammars=lambda: None)
+    admission = SimpleNamespace(grammars=SimpleNamespace(prepare=lambda: None))
+    idle = SimpleNamespace(has_work=False, ranks=ranks, admission=admission)
     engine = cast("Any", idle)
     heart = cast("Any", SimpleNamespace(step=nullcontext))
     with pytest.raises(RankLostError, match="rank 1 ended"):
