@@ -7,7 +7,8 @@ A server of SmolLM2, or of --model, answers 32 streams without grammars and 32 w
 the latter send huge schemas, regexes that blow up, deep nesting, multiples of large numbers and
 ambiguous grammars, as fast as they are refused. The gaps between tokens of the 32 plain streams
 are compared, and nothing may die: the server is healthy at the end, its engine the same, and a
-grammar is answered.
+grammar is answered. client_ms_max is the longest that the client itself was away, health_ms_max the
+longest answer to /health, for which the server's event loop alone is needed.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from anabranch.llm.bench.serve.serve_bench import launched
 from anabranch.llm.cli.engine_options import ServingOptions
 
 PLAIN, CONSTRAINED, HOSTILE = 32, 32, 8
+PROBE_SECONDS = 0.05
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -101,6 +103,19 @@ async def repeat(
             seen[0] += 1
 
 
+async def lags(client: httpx.AsyncClient, end: float) -> tuple[float, float]:
+    """The longest that this client, and that the server's event loop, did not answer."""
+    own, servers = [0.0], [0.0]
+    while time.monotonic() < end:
+        began = time.perf_counter()
+        await asyncio.sleep(PROBE_SECONDS)
+        woken = time.perf_counter()
+        await client.get("/health")
+        own.append(woken - began - PROBE_SECONDS)
+        servers.append(time.perf_counter() - woken)
+    return max(own), max(servers)
+
+
 async def phase(url: str, seconds: float, hostile: int) -> dict[str, Any]:
     """All clients for some seconds; what the plain ones and the others saw."""
     draw, bad = random.Random(0), attacks()
@@ -124,7 +139,7 @@ async def phase(url: str, seconds: float, hostile: int) -> dict[str, Any]:
             repeat(c, end, lambda: common | draw.choice(bad), [], counts["hostile"])
             for _ in range(hostile)
         ]
-        await asyncio.gather(*work)
+        (own, servers), *_ = await asyncio.gather(lags(c, end), *work)
     gaps.sort()
     return {
         "attackers": hostile,
@@ -132,6 +147,8 @@ async def phase(url: str, seconds: float, hostile: int) -> dict[str, Any]:
         "itl_ms_median": round(1e3 * gaps[len(gaps) // 2], 1),
         "itl_ms_p99": round(1e3 * gaps[int(0.99 * len(gaps))], 1),
         "itl_ms_max": round(1e3 * gaps[-1], 1),
+        "client_ms_max": round(1e3 * own, 1),
+        "health_ms_max": round(1e3 * servers, 1),
         **{name: dict(found) for name, found in counts.items()},
     }
 

@@ -7,7 +7,8 @@ package, or a folder with another Triton before it. Kernels of both are compiled
 processes. Both hold every call as a CUDA graph; they are replayed in random turns, so that neither
 has a warmer machine; speeds are medians of the ratios of a turn. `--choices` adds sides like the
 second with choices of `kernels/versions.py` changed (`CHOICES`), and `--cases` names those to be
-timed.
+timed. Where ANABRANCH_PEERS names a folder with vLLM's builds of FlashAttention-3 and FlashMLA,
+these are a side of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ CHOICES = {
     "q": ("triton.plan", "CODE_ROWS", 16),
 }
 OLDER_PTXAS = "p"  # the letter for Hopper's kernels assembled as Triton does those of older GPUs
+PEER = "peer"  # the choice that is another library
 Shape = dict[str, Any]
 # lens: keys of each sequence; new: queries of each; heads, dims, format and rules where not usual
 CASES: dict[str, Shape] = {
@@ -122,6 +124,27 @@ def pages_of(shape: Shape, used: int, dims: Any, where: Any, draw: Callable[...,
     return keys
 
 
+def peer_call_of(shape: Shape) -> Callable[[], object]:
+    """The same by FlashAttention-3, or over latent rows in pages of 64 by FlashMLA."""
+    from attention_bench.peers.site import find_library
+    from drawn_calls import DrawnInputs, flash_attention, flashmla
+    from drawn_shapes import DrawnCall, Model
+
+    if {"merge", "format", "fixed"} & shape.keys():
+        raise ValueError("no peer does this")
+    heads = shape.get("latent")
+    kind, make, library = ("chunk", flash_attention, "_vllm_fa3_C")
+    if heads:
+        kind, make, library = ("latent", flashmla, "_flashmla_C")
+    torch.ops.load_library(str(find_library(f"{library}.abi3.so")))
+    dims = (576, 512) if heads else shape.get("dims", (128, 128))
+    counts = (heads, 1) if heads else (HEADS, KV_HEADS)
+    model = Model(kind, counts, dims, softcap=shape.get("softcap"))
+    lengths = (tuple(shape["new"]), tuple(shape["lens"]))
+    call = DrawnCall(kind, model, counts, *lengths, 64 if heads else PAGE, shape.get("window"))
+    return make(DrawnInputs(call, 1))[0]
+
+
 def compile_share(names: list[str], share: int, count: int) -> None:
     """Compile the kernels of every `count`-th case. What fails does so again where it is timed."""
     from anabranch.launches.compile_ahead import compiling_ahead
@@ -138,6 +161,8 @@ def choose(letters: str) -> None:
 
     from triton import knobs
 
+    if letters == PEER:
+        return
     for module, name, value in (CHOICES[x] for x in letters if x != OLDER_PTXAS):
         setattr(import_module(f"anabranch.kernels.{module}"), name, value)
     if OLDER_PTXAS in letters:
@@ -151,12 +176,13 @@ def serve() -> None:
     print(json.dumps({"torch": torch.__version__, "triton": triton.__version__}), flush=True)
     graphs: dict[str, torch.cuda.CUDAGraph] = {}
     counts: dict[str, int] = {}  # of replays in a turn
+    make = peer_call_of if os.environ[CHOICE] == PEER else call_of
     with torch.inference_mode():
         for line in sys.stdin:
             name = json.loads(line)
             try:
                 if name not in graphs:
-                    graphs[name] = capture(call_of(CASES[name]))
+                    graphs[name] = capture(make(CASES[name]))
                     counts[name] = round(min(max(TURN_US / replay(graphs[name], 3), 4), 100))
                 answer: object = replay(graphs[name], counts[name])
             except Exception as error:
@@ -195,7 +221,8 @@ class Side:
         cache = Path(tempfile.gettempdir(), f"in-turns-{crc32(f'{folders}{choice}'.encode()):08x}")
         given = {"PYTHONPATH": path, "TRITON_CACHE_DIR": str(cache), CHOICE: choice}
         self.environment, self.names = os.environ | given, names
-        self.compilers = [self.start("--compile", f"{share}/{count}") for share in range(count)]
+        shares = [f"{share}/{count}" for share in range(count if choice != PEER else 0)]
+        self.compilers = [self.start("--compile", share) for share in shares]
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
         """This script in the environment."""
@@ -233,20 +260,21 @@ def rows(sides: dict[str, Side], names: list[str], seconds: float) -> Iterator[d
             side.ask(name)
         first = {key: side.answer() for key, side in sides.items()}
         failed = {key: x for key, x in first.items() if isinstance(x, str)}
-        if failed:
+        if failed.keys() - {PEER}:
             yield {"case": name, **failed}
             continue
-        times: dict[str, list[float]] = {key: [] for key in sides}
+        times: dict[str, list[float]] = {key: [] for key in sides if key not in failed}
         for _ in range(TURNS):
-            for key in random.sample(list(sides), len(sides)):
+            for key in random.sample(list(times), len(times)):
                 sides[key].ask(name)
                 times[key].append(float(sides[key].answer()))
         found = {key: round(median(each), 2) for key, each in times.items()}
         spread = {f"{key} spread": round(relative_range(x), 3) for key, x in times.items()}
+        pairs = [("before", key) for key in times if key not in ("before", PEER)]
+        pairs += [(PEER, key) for key in times if PEER in times and key != PEER]
         speeds = {
-            f"{key}/before": round(median(map(truediv, times["before"], x)), 3)
-            for key, x in times.items()
-            if key != "before"
+            f"{key}/{of}": round(median(map(truediv, times[of], times[key])), 3)
+            for of, key in pairs
         }
         yield {"case": name, **found, **speeds, **spread}
 
@@ -277,10 +305,12 @@ def main() -> None:
     if options.compile:
         compile_share(options.cases, *map(int, options.compile.split("/")))
         return
+    from attention_bench.peers.site import has_folder
     from rows import header, print_rows, save_rows
 
     folders = {"before": (options.before, ""), "after": (options.after, "")}
     folders |= {f"after {x}": (options.after, x) for x in options.choices}
+    folders |= {PEER: (options.before, PEER)} if has_folder() else {}
     names, count = options.cases, max((os.cpu_count() or 2) // len(folders), 1)
     sides = {key: Side(*each, names, count) for key, each in folders.items()}
     about = header("before and after") | {key: side.ready() for key, side in sides.items()}

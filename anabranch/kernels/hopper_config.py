@@ -202,12 +202,19 @@ class CutPrices(NamedTuple):
 
 
 class PackFacts(NamedTuple):
-    """What the order of items is told of heads: as numbers, which compile no other program."""
+    """What the order of items is told of heads.
 
-    num_packs: int
-    packs_per_kv: int
-    bytes_a_key: int
-    prices: CutPrices
+    Whole numbers, as floats: Triton compiles another program for integers that are 1 or that 16
+    divides, and of those in tuples it cannot be told not to.
+    """
+
+    num_packs: float
+    packs_per_kv: float
+    bytes_a_key: float
+    item_price: float  # these are CutPrices
+    merge_price: float
+    part_price: float
+    batch_price: float
 
 
 TILE_PRICE = 16
@@ -239,7 +246,7 @@ def cut_prices(constants: HopperConstants) -> CutPrices:
 def pack_facts(constants: HopperConstants) -> PackFacts:
     """The part of the constants that the order of items is told."""
     packs = constants.num_packs, constants.packs_per_kv, constants.bytes_a_key
-    return PackFacts(*packs, cut_prices(constants))
+    return PackFacts(*map(float, (*packs, *cut_prices(constants))))
 
 
 @cache

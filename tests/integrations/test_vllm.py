@@ -560,7 +560,7 @@ def test_every_kind_of_section_is_compiled_once(monkeypatch: pytest.MonkeyPatch)
     layers = {"a": SimpleNamespace(impl=impl, kv_cache=make_pages().kv_cache)}
     made = builder(backend, num_drafts=2, layers=layers)
     made._is_compiled = False
-    common = common_metadata([4, 4], [4, 4], make_table(2))
+    common = common_metadata([4, 4], [4, 4], make_table(2, width=12))
     for _ in range(2):
         made.build_for_cudagraph_capture(common)
     assert len(kinds) == len(set(kinds))

@@ -24,6 +24,7 @@ from anabranch.kernels.hopper_config import (
     cut_prices,
     hopper_constants,
     order_constants,
+    pack_facts,
     select_tiles,
 )
 from anabranch.kernels.parts.merge_items import merge_constants
@@ -381,6 +382,8 @@ def test_orders_of_all_models_share_programs() -> None:
     pages = replace(many, page_size=16, dk_rest=64, q_columns=0)
     assert asdict(order_constants(few)) == asdict(order_constants(many))
     assert asdict(merge_constants(many)) == asdict(merge_constants(pages))
+    # of integers in tuples Triton tells apart those that are 1 or that 16 divides
+    assert all(type(x) is float for each in (few, many) for x in pack_facts(each))
 
 
 def constants_of(num_kv_heads: int, *, fixed_parts: bool = False) -> HopperConstants:

@@ -4,9 +4,11 @@
 global and shared memory by the tensor memory accelerator, `load_shared` copies by each thread.
 """
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from triton import knobs
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -33,23 +35,31 @@ FULL_REGISTERS = since({(3, 6): {}, (3, 9): {"ptx_options": "--regAllocOptLevel=
 # ptxas 13, with 12.9: 1 x 8192 870, 914, 875; 4 x 4096 969, 1012, 975; heads of 256, 1 x 4096 414,
 # 427, 420.
 QUERIES_IN_REGISTERS: dict[str, Any] = since({(3, 6): {}, (3, 9): {"ptx_version": 88}})
-NEWER_PTX = 90  # from this version on PTX needs ptxas 13
 
 
-def _assemble_older_ptx() -> None:
-    """Let Triton assemble PTX of an older version, for Hopper too, as it does for older GPUs."""
+def _has_older_ptxas() -> bool:
+    try:
+        return Path(knobs.nvidia.ptxas.path).is_file()
+    except RuntimeError:  # Triton's, which looks for it
+        return False
+
+
+def _assemble_older_ptx(version: int) -> None:
+    """Let Triton assemble PTX of a version for Hopper as it does for older GPUs."""
     assemble = CUDABackend.make_cubin
 
     def make_cubin(backend: Any, ptx: Any, metadata: Any, options: Any, capability: int) -> Any:
-        if options.ptx_version is not None and options.ptx_version < NEWER_PTX:
+        if capability == 90 and options.ptx_version == version:
             backend = SimpleNamespace(target=SimpleNamespace(arch=80))
         return assemble(backend, ptx, metadata, options, capability)
 
     CUDABackend.make_cubin = make_cubin
 
 
-if QUERIES_IN_REGISTERS:
-    _assemble_older_ptx()
+if QUERIES_IN_REGISTERS and _has_older_ptxas():
+    _assemble_older_ptx(QUERIES_IN_REGISTERS["ptx_version"])
+elif QUERIES_IN_REGISTERS:
+    QUERIES_IN_REGISTERS = FULL_REGISTERS
 
 # Whether threads meet once more after they cleared the values past the end of a sequence. From 3.8
 # on, where queries are in registers, the compiler sees no barrier between that and the loop over

@@ -56,14 +56,14 @@ def choose_limit(blocks_ptr, num_blocks, most, total, slots, packs, C: tl.conste
         parts = tl.where(parts > 1, parts, 0)
         num_parts += tl.sum(parts, 0)
         part_rows += tl.sum(parts * num_rows[:, None], 0)
-    work = (total * TILE_PRICE + num_items * packs.prices.item).to(tl.float32)
+    work = (total * TILE_PRICE + num_items * packs.item_price).to(tl.float32)
     evenly = (work * (packs.num_packs / C.num_programs)).to(tl.int32)
     rounds = tl.cdiv(num_long * packs.num_packs, C.num_programs)
-    by_rounds = rounds * (long_tiles * TILE_PRICE // tl.maximum(num_long, 1) + packs.prices.item)
-    time = tl.maximum(limits * TILE_PRICE + packs.prices.item, tl.maximum(evenly, by_rounds))
-    written = tl.cdiv(part_rows * packs.num_packs, C.num_programs) * packs.prices.part // BLOCK_M
+    by_rounds = rounds * (long_tiles * TILE_PRICE // tl.maximum(num_long, 1) + packs.item_price)
+    time = tl.maximum(limits * TILE_PRICE + packs.item_price, tl.maximum(evenly, by_rounds))
+    written = tl.cdiv(part_rows * packs.num_packs, C.num_programs) * packs.part_price // BLOCK_M
     batches = tl.cdiv(tl.cdiv(most, limits), MERGE_BATCH)
-    time += tl.where(cuts > 1, packs.prices.merge + written + (batches - 1) * packs.prices.batch, 0)
+    time += tl.where(cuts > 1, packs.merge_price + written + (batches - 1) * packs.batch_price, 0)
     time = tl.where((num_parts <= slots) | (cuts == 1), time, 2147483647)
     return tl.cdiv(most, tl.argmin(time, 0) + 1)
 

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from anabranch.call import AttendCall
 from anabranch.kernels import hopper_config
-from anabranch.kernels.hopper_config import HopperConstants
+from anabranch.kernels.hopper_config import HopperConstants, PackFacts
 from anabranch.kernels.schedule.choose_cuts import (
     BLOCK_M,
     FIXED_TILES,
@@ -138,6 +138,20 @@ def level_of(num_tiles, most):
     return (most - num_tiles) // (most // LEVELS + 1)
 
 
+@triton.jit
+def whole_facts(packs):
+    """The facts as the integers that they are."""
+    return PackFacts(
+        tl.cast(packs.num_packs, tl.int32),
+        tl.cast(packs.packs_per_kv, tl.int32),
+        tl.cast(packs.bytes_a_key, tl.int32),
+        tl.cast(packs.item_price, tl.int32),
+        tl.cast(packs.merge_price, tl.int32),
+        tl.cast(packs.part_price, tl.int32),
+        tl.cast(packs.batch_price, tl.int32),
+    )
+
+
 @triton.jit(do_not_specialize=[*SIZES, "slots"])
 def order_kernel(
     order_ptr,  # header, items, blocks, first block of each sequence, counts, cut blocks
@@ -157,6 +171,7 @@ def order_kernel(
     C: tl.constexpr,  # OrderConstants
     CHUNK: tl.constexpr = 256,
 ):
+    packs = whole_facts(packs)
     lengths = Lengths(
         cu_seqlens_q_ptr,
         seq_lens_ptr,

@@ -176,10 +176,10 @@ class Admission:
         text = prompt if isinstance(prompt, str) else None
         return Request(request_id, text, ids, params, seqs, texts)
 
-    def grammar(self, params: SamplingParams) -> CompiledGrammar | None:
+    def grammar(self, params: SamplingParams, *, aside: bool = False) -> CompiledGrammar | None:
         """Of a request, if it has one; `params` may not have been checked yet."""
         wanted: StructuredOutputs | None = getattr(params, "structured_outputs", None)
-        return None if wanted is None else self.grammars.compile(wanted, params.n)
+        return None if wanted is None else self.grammars.compile(wanted, params.n, aside=aside)
 
     def sequence(
         self, request_id: str, index: int, ids: list[int], params: SamplingParams, seed: int

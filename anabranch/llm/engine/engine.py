@@ -95,8 +95,8 @@ class Engine:
         return bool(self.scheduler.running or self.scheduler.waiting or self._flying)
 
     def compile_grammar(self, params: SamplingParams) -> CompiledGrammar | None:
-        """The grammar of a request, if it has one; from any thread, for it may take seconds."""
-        return self.admission.grammar(params)
+        """The grammar of a request, if it has one; from any thread: it may take seconds, aside."""
+        return self.admission.grammar(params, aside=True)
 
     def add_request(
         self,

@@ -8,11 +8,10 @@ threads take 1.8 ms a step with 16 lexers (99th percentile 6.5) and 1.1 with 64 
 from __future__ import annotations
 
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 # Of a core, for a lexer. What takes longer takes memory too, up to 200 MB: its grammar has one.
 MAX_REPEATED_SECONDS = 0.03
@@ -27,6 +26,14 @@ class Lexer:
         self.failed = False  # it met a bound of its own: each of its copies will
 
 
+class Made(NamedTuple):
+    """A matcher, and the seconds of a core that it took, and that its first mask takes again."""
+
+    matcher: Any
+    seconds: float
+    mask_seconds: float = 0.0
+
+
 class LexerUse:
     """By a sequence, from before it begins until it is forgotten."""
 
@@ -35,10 +42,14 @@ class LexerUse:
 
 
 class Lexers:
-    """Of one grammar, for sequences that come and go. May be used from any thread."""
+    """Of one grammar, for sequences that come and go. May be used from any thread.
 
-    def __init__(self, make: Callable[[], Any], most: int) -> None:
+    `make` is told whether to give way to steps meanwhile.
+    """
+
+    def __init__(self, make: Callable[[bool], Made], most: int) -> None:
         self._make, self._most = make, most
+        self._slow = False  # to make: there is one then, and none is made in a step
         self._lexers: list[Lexer] = []
         self._left = deque[Lexer]()  # by those that used them
         self._making, self._lock = threading.Lock(), threading.Lock()
@@ -46,17 +57,17 @@ class Lexers:
     def __len__(self) -> int:
         return len(self._lexers)
 
-    def reserve(self, num_seqs: int) -> list[LexerUse]:
+    def reserve(self, num_seqs: int, *, aside: bool = False) -> list[LexerUse]:
         """For sequences that will begin; lexers that are missing are made here, not in a step."""
         with self._making:
             while self._misses_one(num_seqs):
-                self._add()
+                self._add(aside)
             return [self.use() for _ in range(num_seqs)]
 
     def use(self) -> LexerUse:
         """The lexer that fewest use; where all have failed, a new one if it is made quickly."""
-        if self._most > 1 and all(each.failed for each in self._lexers):
-            self._add()
+        if not self._slow and all(each.failed for each in self._lexers):
+            self._add(aside=False)
         with self._lock:
             self._count_left()
             lexer = min(self._lexers, key=lambda each: (each.failed, each.num_users))
@@ -66,13 +77,13 @@ class Lexers:
         weakref.finalize(use, self._left.append, lexer).atexit = False
         return use
 
-    def _add(self) -> None:
-        began = time.thread_time()
-        made = Lexer(self._make())
-        if time.thread_time() - began > MAX_REPEATED_SECONDS:
-            self._most = 1
+    def _add(self, aside: bool) -> None:
+        made = self._make(aside)
+        if made.seconds > MAX_REPEATED_SECONDS:
+            self._slow, self._most = True, 1
         with self._lock:
-            self._lexers = [each for each in self._lexers if not each.failed] + [made]
+            alive = [each for each in self._lexers if not each.failed]
+            self._lexers = [*alive, Lexer(made.matcher)]
 
     def _misses_one(self, num_seqs: int) -> bool:
         with self._lock:

@@ -22,12 +22,17 @@ ALONE_STEPS = 8
 States = Sequence[tuple[GrammarState, int]]
 
 
+def num_mask_threads() -> int:
+    """Threads that make masks; below 2 masks are made one by one, where they are asked for."""
+    return min(MAX_THREADS, len(os.sched_getaffinity(0)) * 3 // 4)
+
+
 class MaskThreads:
     """Fills masks of a step."""
 
     def __init__(self, num_threads: int | None = None, *, pinned: bool = False) -> None:
         self.pinned = pinned  # for a copy to a GPU
-        self._num_threads = num_threads or min(MAX_THREADS, len(os.sched_getaffinity(0)) * 3 // 4)
+        self._num_threads = num_threads or num_mask_threads()
         self._executor: Any = None  # made for the first step that needs it
         self._waiter: ThreadPoolExecutor | None = None
         self._alone = 0  # steps to come in which every mask is made and timed by itself

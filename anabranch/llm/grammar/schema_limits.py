@@ -18,7 +18,9 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 _TIME = "^[^:]*:[^:]*:[0-5].*$"
-PATTERNS = {"time": _TIME, "date-time": _TIME, "email": "^[^@]{1,64}@.{1,255}$"}
+# No wider than an address: with [^@] and . the first mask of one takes 0.65 ms instead of 0.4.
+_EMAIL = r"^[a-zA-Z0-9.!#$%&'*+/=?^_`{|}~-]{1,64}@[a-zA-Z0-9.\[\]-]{1,255}$"
+PATTERNS = {"time": _TIME, "date-time": _TIME, "email": _EMAIL}
 _KEEP = ("const", "enum", "default", "examples", "required")  # values, not schemas
 SMALLEST_STEP = 1e-6  # from an exclusive bound to the next number
 

@@ -36,7 +36,6 @@ from anabranch.llm.server.messages import (
     Refused,
     Snapshot,
 )
-from anabranch.llm.server.server_limits import lower_priority
 
 SNAPSHOT_SECONDS = 0.2  # while working
 CAUSED_BY_SETTINGS = (ValueError, OSError, ImportError, MemoryError, torch.OutOfMemoryError)
@@ -63,6 +62,7 @@ class EngineLoop:
         self._was_busy = False
 
     def run(self) -> None:
+        self._engine.admission.grammars.prepare()  # while no stream waits for its next token
         while True:
             self._take_messages()
             with self._heart.step():
@@ -151,13 +151,14 @@ class Compiled(NamedTuple):
 class GrammarThreads:
     """Compiles grammars of requests, and hands them back through `done`, from a thread.
 
-    Large ones share a thread; small ones do not wait for them.
+    Large ones share a thread; small ones do not wait for them. These threads run Python, so their
+    priority is that of steps.
     """
 
     def __init__(self, engine: Engine, done: Callable[[Compiled], None]) -> None:
         self._engine, self._done = engine, done
-        self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, "grammar", initializer=lower_priority)
-        self._large = ThreadPoolExecutor(1, "large-grammar", initializer=lower_priority)
+        self._small = ThreadPoolExecutor(NUM_SMALL_THREADS, "grammar")
+        self._large = ThreadPoolExecutor(1, "large-grammar")
         self._waiting: dict[str, Future[None]] = {}
 
     def submit(self, add: Add) -> None:

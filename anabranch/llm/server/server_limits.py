@@ -5,15 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
-import sys
-import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+from anabranch.llm.grammar.low_priority import lower_priority
 from anabranch.llm.server.errors import ApiError, ServerClosing
 
 RETRY_AFTER_SECONDS = 1
@@ -27,7 +25,6 @@ _LEAST = {
 LONG_CHARS = 1 << 16  # tokenized in 35 ms on one core of a server
 MAX_WAITING_CHARS = 32 << 20  # of long texts that wait: a bound on memory
 NUM_SHORT_THREADS = 2
-LOW_PRIORITY = 10  # of nice(1)
 LARGE_ANSWER = 1000  # tokens, logprobs or strings: written in a millisecond
 T = TypeVar("T")
 
@@ -150,12 +147,6 @@ class EncodingThreads:
 
         with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(count)
-
-
-def lower_priority() -> None:
-    """Lower the calling thread's priority, so that steps come first."""
-    if sys.platform == "linux":  # elsewhere priorities belong to processes
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LOW_PRIORITY)
 
 
 class WritingThread:

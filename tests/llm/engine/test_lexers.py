@@ -6,13 +6,11 @@ from typing import Any
 
 import pytest
 
-from anabranch.llm.grammar import lexers as lexers_module
-from anabranch.llm.grammar.lexers import Lexers, LexerUse
+from anabranch.llm.grammar.lexers import MAX_REPEATED_SECONDS, Lexers, LexerUse, Made
 
 
-@pytest.fixture(autouse=True)
-def made_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lexers_module, "MAX_REPEATED_SECONDS", 1e9)
+def quick(aside: bool) -> Made:
+    return Made(object(), 0.0)
 
 
 def distinct(uses: list[LexerUse]) -> int:
@@ -20,14 +18,14 @@ def distinct(uses: list[LexerUse]) -> int:
 
 
 def test_each_sequence_has_its_own_until_there_are_enough() -> None:
-    lexers = Lexers(object, 3)
+    lexers = Lexers(quick, 3)
     uses = [*lexers.reserve(1), *lexers.reserve(4), lexers.use()]
     assert len(lexers) == distinct(uses[:3]) == 3
     assert [use.lexer.num_users for use in uses] == [2] * 6
 
 
 def test_the_lexer_that_fewest_use_is_used_again() -> None:
-    lexers = Lexers(object, 3)
+    lexers = Lexers(quick, 3)
     uses = lexers.reserve(6)
     freed = uses.pop(1).lexer
     assert lexers.use().lexer is freed
@@ -35,7 +33,7 @@ def test_the_lexer_that_fewest_use_is_used_again() -> None:
 
 
 def test_a_request_that_never_begins_leaves_nothing_behind() -> None:
-    lexers = Lexers(object, 8)
+    lexers = Lexers(quick, 8)
     for _ in range(5):
         lexers.reserve(1)  # forgotten at once
     assert len(lexers) == 1
@@ -44,7 +42,7 @@ def test_a_request_that_never_begins_leaves_nothing_behind() -> None:
 
 def test_a_use_may_be_forgotten_by_the_thread_that_has_the_lock() -> None:
     """As the garbage collector may."""
-    lexers = Lexers(object, 2)
+    lexers = Lexers(quick, 2)
     uses = lexers.reserve(1)
     with lexers._lock:
         uses.clear()
@@ -52,7 +50,7 @@ def test_a_use_may_be_forgotten_by_the_thread_that_has_the_lock() -> None:
 
 
 def test_lexers_that_failed_are_replaced() -> None:
-    lexers = Lexers(object, 2)
+    lexers = Lexers(quick, 2)
     first, second = lexers.reserve(2)
     first.lexer.failed = True
     assert lexers.use().lexer is second.lexer
@@ -63,10 +61,16 @@ def test_lexers_that_failed_are_replaced() -> None:
     assert not fourth.failed and len(lexers) == 1
 
 
-def test_where_lexers_are_slow_to_make_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lexer_alone_is_replaced_too() -> None:
+    lexers = Lexers(quick, 1)
+    (first,) = lexers.reserve(1)
+    first.lexer.failed = True
+    assert not lexers.use().lexer.failed and len(lexers) == 1
+
+
+def test_where_lexers_are_slow_to_make_there_is_one() -> None:
     """And none is made in a step."""
-    monkeypatch.setattr(lexers_module, "MAX_REPEATED_SECONDS", -1.0)
-    lexers = Lexers(object, 8)
+    lexers = Lexers(lambda aside: Made(object(), MAX_REPEATED_SECONDS + 1e-6), 8)
     uses = lexers.reserve(3)
     assert len(lexers) == distinct(uses) == 1
     uses[0].lexer.failed = True
@@ -75,9 +79,9 @@ def test_where_lexers_are_slow_to_make_there_is_one(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_lexer_that_cannot_be_made_leaves_the_others() -> None:
-    made: list[Any] = [object(), ValueError("no memory"), object()]
+    made: list[Any] = [quick(False), ValueError("no memory"), quick(False)]
 
-    def make() -> Any:
+    def make(aside: bool) -> Made:
         found = made.pop(0)
         if isinstance(found, Exception):
             raise found
@@ -89,3 +93,18 @@ def test_a_lexer_that_cannot_be_made_leaves_the_others() -> None:
         lexers.reserve(1)
     assert lexers.use().lexer is first.lexer
     assert distinct([first, *lexers.reserve(1)]) == 2
+
+
+def test_lexers_of_sequences_to_come_are_made_aside_and_those_of_a_step_are_not() -> None:
+    given = list[bool]()
+
+    def make(aside: bool) -> Made:
+        given.append(aside)
+        return quick(aside)
+
+    lexers = Lexers(make, 2)
+    (first,) = lexers.reserve(1, aside=True)
+    first.lexer.failed = True
+    uses = [lexers.use(), *lexers.reserve(1)]
+    assert distinct(uses) == 2
+    assert given == [True, False, False]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import groupby
 from threading import Event
 from typing import Any
@@ -16,6 +17,7 @@ from server_models import tiny_tokenizer
 from anabranch.llm.grammar import grammar_compiler, mask_threads
 from anabranch.llm.grammar.grammar_compiler import GrammarCompiler
 from anabranch.llm.grammar.grammar_state import GrammarError, GrammarState, Words
+from anabranch.llm.grammar.lexers import Made
 from anabranch.llm.grammar.mask_threads import MaskThreads
 from anabranch.llm.grammar.structured_outputs import StructuredOutputs
 from anabranch.llm.grammar.token_rules import TokenRules, num_words
@@ -104,6 +106,34 @@ def test_many_sequences_of_a_grammar_have_several_lexers() -> None:
     words = np.zeros((len(states), num_words(len(tokenizer))), np.int32)
     assert fill(MaskThreads(2), [(state, row) for row, state in enumerate(states)], words)
     np.testing.assert_array_equal(words, alone(states, len(tokenizer)))
+
+
+@pytest.mark.parametrize(("cores", "most"), [(1, 2), (2, 2), (3, 12), (16, 64), (99, 64)])
+def test_a_grammar_has_two_lexers_where_masks_are_made_one_by_one(
+    cores: int, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores))
+    assert grammar_compiler.most_lexers() == most
+    assert (mask_threads.num_mask_threads() < 2) == (most == 2)
+
+
+@pytest.mark.parametrize("aside", [False, True])
+def test_a_grammar_whose_first_mask_stays_slow_is_refused(
+    aside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When its states are known, too: each of its requests would hold up a step before it ends."""
+    tokenizer = tiny_tokenizer()
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), [tokenizer.eos_token_id])
+    made = Made(None, 0.0, mask_seconds=1.5 * grammar_compiler.SLOW_SECONDS)
+    make = grammar_compiler._make_matcher
+    monkeypatch.setattr(
+        grammar_compiler,
+        "_make_matcher",
+        lambda *given, begun: made._replace(matcher=make(*given, begun=begun).matcher),
+    )
+    with pytest.raises(ValueError, match="regex is too slow: its first token takes 30 ms, the mos"):
+        compiler.compile(StructuredOutputs(**FORMS[1]), aside=aside)
+    assert not compiler._kept
 
 
 def test_after_a_slow_batch_masks_are_made_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

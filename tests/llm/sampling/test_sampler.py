@@ -227,6 +227,25 @@ def test_the_kernel_draws_what_the_cpu_draws(vocab: int) -> None:
     assert found.tolist() == on_cpu.gumbel_argmax(logs, keys).tolist()
 
 
+@pytest.mark.parametrize("num_left", [0, 1, 7, 2000, 4999, 5000])
+def test_a_cpu_makes_noise_for_few_tokens_where_few_are_left(
+    num_left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs, left = torch.full((5000,), -torch.inf), torch.randperm(5000)[:num_left]
+    logs[left] = torch.randn(num_left)
+    wanted = [int((logs + on_cpu.gumbels(key, 5000)).argmax()) for key in range(9)]
+    sizes, words = list[int](), on_cpu.words
+    monkeypatch.setattr(on_cpu, "words", lambda *given: counted(sizes, words(*given)))
+    found = on_cpu.gumbel_argmax(logs.expand(9, -1), torch.arange(9))
+    assert found.tolist() == wanted
+    assert sizes == [num_left if 0 < num_left < 2500 else 5000] * 9
+
+
+def counted(sizes: list[int], words: on_cpu.Words) -> on_cpu.Words:
+    sizes.append(len(words))
+    return words
+
+
 @pytest.mark.parametrize("vocab", [1, 31, 32, 97, 4096, 5000])
 @pytest.mark.parametrize(
     "ban", [mask_on_cpu.mask_tokens, mask_on_cpu.ban_in_numpy, mask_in_triton.mask_tokens]

@@ -18,6 +18,7 @@ for needed in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
 from server_models import engine_config  # noqa: E402
 
 from anabranch.llm.engine.engine import Engine  # noqa: E402
+from anabranch.llm.grammar.grammar_compiler import GrammarCompiler  # noqa: E402
 from anabranch.llm.sampling.params import SamplingParams  # noqa: E402
 from anabranch.llm.server import engine_child  # noqa: E402
 from anabranch.llm.server.engine_child import (  # noqa: E402
@@ -93,6 +94,22 @@ def engine() -> Engine:
 def driven(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Driven:
     monkeypatch.setattr(engine_child, "IDLE_SECONDS", 0.02)
     return Driven(engine)
+
+
+def test_grammars_are_prepared_before_the_first_request(
+    driven: Driven, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds Python's lock for half a second, which streams would wait for."""
+    waiting = list[int]()
+    prepare = GrammarCompiler.prepare
+
+    def noted(grammars: GrammarCompiler) -> None:
+        waiting.append(driven.inbox.qsize())
+        prepare(grammars)
+
+    monkeypatch.setattr(GrammarCompiler, "prepare", noted)
+    driven.run(lambda: driven.is_over("a"), Add("a", [5, 6], GREEDY))
+    assert waiting == [1]
 
 
 def test_requests_are_answered_side_by_side(driven: Driven) -> None:

@@ -148,7 +148,9 @@ def test_an_idle_engine_notices_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(engine_child, "IDLE_SECONDS", 0)
     ranks = SimpleNamespace(check=check)
-    engine = cast("Any", SimpleNamespace(has_work=False, ranks=ranks))
+    admission = SimpleNamespace(grammars=SimpleNamespace(prepare=lambda: None))
+    idle = SimpleNamespace(has_work=False, ranks=ranks, admission=admission)
+    engine = cast("Any", idle)
     heart = cast("Any", SimpleNamespace(step=nullcontext))
     with pytest.raises(RankLostError, match="rank 1 ended"):
         EngineLoop(engine, cast("Any", None), Queue(), heart).run()
