@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from anabranch.kernels import hopper_config
+from anabranch.kernels.hopper_config import PackFacts
 from anabranch.kernels.schedule.items import ITEM
 
 BLOCK_M: tl.constexpr = tl.constexpr(hopper_config.BLOCK_ROWS)
@@ -14,6 +15,20 @@ MAX_CUTS: tl.constexpr = tl.constexpr(64)  # parts of the longest block
 FIXED_TILES: tl.constexpr = tl.constexpr(8)  # of a part cut at fixed boundaries, at most, unless
 # its block would have more than `most_fixed_parts` of HopperConstants
 WHOLE_ROWS: tl.constexpr = tl.constexpr(512)  # there, sequences of so many rows are not cut
+
+
+@triton.jit
+def whole_facts(packs):
+    """The facts as the integers that they are."""
+    return PackFacts(
+        tl.cast(packs.num_packs, tl.int32),
+        tl.cast(packs.packs_per_kv, tl.int32),
+        tl.cast(packs.bytes_a_key, tl.int32),
+        tl.cast(packs.item_price, tl.int32),
+        tl.cast(packs.merge_price, tl.int32),
+        tl.cast(packs.part_price, tl.int32),
+        tl.cast(packs.batch_price, tl.int32),
+    )
 
 
 @triton.jit

@@ -16,13 +16,14 @@ import triton.language as tl
 
 from anabranch.call import AttendCall
 from anabranch.kernels import hopper_config
-from anabranch.kernels.hopper_config import HopperConstants, PackFacts
+from anabranch.kernels.hopper_config import HopperConstants
 from anabranch.kernels.schedule.choose_cuts import (
     BLOCK_M,
     FIXED_TILES,
     WHOLE_ROWS,
     choose_limit,
     num_parts_of,
+    whole_facts,
 )
 from anabranch.kernels.schedule.cut_blocks import (
     SIZES,
@@ -136,20 +137,6 @@ class ItemSizes(NamedTuple):
 def level_of(num_tiles, most):
     """0 for the longest items, at most LEVELS - 1 for the shortest."""
     return (most - num_tiles) // (most // LEVELS + 1)
-
-
-@triton.jit
-def whole_facts(packs):
-    """The facts as the integers that they are."""
-    return PackFacts(
-        tl.cast(packs.num_packs, tl.int32),
-        tl.cast(packs.packs_per_kv, tl.int32),
-        tl.cast(packs.bytes_a_key, tl.int32),
-        tl.cast(packs.item_price, tl.int32),
-        tl.cast(packs.merge_price, tl.int32),
-        tl.cast(packs.part_price, tl.int32),
-        tl.cast(packs.batch_price, tl.int32),
-    )
 
 
 @triton.jit(do_not_specialize=[*SIZES, "slots"])

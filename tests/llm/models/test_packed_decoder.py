@@ -28,7 +28,6 @@ from anabranch.llm.models.packed_decoder import PackedDecoder, load_decoder  # n
 from anabranch.llm.models.packed_file import PLAIN, KeptWeight, write_packed  # noqa: E402
 from anabranch.llm.models.packed_model import load_packed  # noqa: E402
 from anabranch.llm.models.replaced_parts import replace_parts  # noqa: E402
-from anabranch.llm.models.spent_memory import library_mappings  # noqa: E402
 from anabranch.llm.runner.model_attention import NAME, collecting, register  # noqa: E402
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs a C compiler")
@@ -191,15 +190,6 @@ def test_options_that_need_transformers(options: dict[str, Any], tmp_path: Path)
     llm = LLM(str(path), device="cpu", **options)
     assert not isinstance(llm.engine._launcher._built.target.model, PackedDecoder)  # pyright: ignore
     assert not isinstance(llm.tokenizer, FileTokenizer)
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
-def test_what_loading_read_is_given_back(tmp_path: Path) -> None:
-    path = str(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), formats={"weight": "Q4_0"}))
-    torch.linalg.svd(torch.randn(64, 64))  # reads pages, should another test have released them
-    before = sum(each.resident for each in library_mappings())
-    load_model(path, device="cpu", activations=Activations.INT8, whole_layers=True)
-    assert sum(each.resident for each in library_mappings()) < before / 2
 
 
 def test_both_draft_and_target(tmp_path: Path) -> None:
