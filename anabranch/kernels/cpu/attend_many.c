@@ -7,7 +7,7 @@
 
 #define ROWS 64   /* of a tile */
 #define BLOCK 48  /* keys at a time, a multiple of SUMS: with a tile they stay in the L1 cache */
-#define SUMS 6    /* that one pass makes for each vector of rows: keys, or 4 columns of values */
+#define SUMS 6    /* that one pass makes for each vector of rows: keys, or columns of values */
 #if defined(__AVX512F__)
 #define VECTORS 4 /* of rows that a pass takes, as far as there are registers */
 #else
@@ -84,8 +84,11 @@ static void attend_block(const struct call *call, struct tile *tile, long seq, l
   for (long j = 0; j < padded; j += SUMS)
     product(SUMS, 0, keys, j, tile->q, call->dim_k, tile->scores, 0);
   weigh(tile, first, count, all_visible);
-  for (long i = 0; i < call->dim_v; i += 4)
-    product(4, 1, values, i, tile->scores, count, tile->out, tile->decay);
+  long i = 0;
+  for (; i + SUMS <= call->dim_v; i += SUMS)
+    product(SUMS, 1, values, i, tile->scores, count, tile->out, tile->decay);
+  for (; i < call->dim_v; i += 2) /* 2 or 4 are left of a multiple of 16 */
+    product(2, 1, values, i, tile->scores, count, tile->out, tile->decay);
 }
 
 /* Queries of a tile's rows, and which keys these see; rows past the last are like the last. */

@@ -1,5 +1,7 @@
 /* Products of inputs in 8 bits with codes, in integers; scales are applied for every chunk.
    Every output is summed in the same order whatever the number of rows. */
+#include <float.h>
+
 #include "chunks.h"
 
 #define UNROLLED(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
@@ -19,8 +21,8 @@ INLINE void product(const int f, const int num_rows, const struct inputs *x, con
         const struct inputs *in = x + r * chunks + at + i;
         const int32_t *fours = (const int32_t *)in->codes;
         int zero = zero_code(f), halves = f == Q6_K;
-        sums low = splat_int(-zero * (halves ? in->sums[0] : in->sums[0] + in->sums[1]));
-        sums high = splat_int(halves ? -zero * in->sums[1] : 0);
+        sums low = splat_int(zero * in->minus[halves ? 0 : 2]);
+        sums high = splat_int(halves ? zero * in->minus[1] : 0);
         UNROLLED(v, 4) {
           low = dot(low, chunk.codes[v], fours[v], zero == 128);
           high = dot(high, chunk.codes[v + 4], fours[v + 4], zero == 128);
@@ -60,25 +62,40 @@ void multiply_codes(int format, const struct inputs *x, const uint8_t *w, long r
   }
 }
 
-/* Codes of one row, rounded to the nearest; a chunk with a NaN or an infinity has a NaN as scale. */
-void quantise(const float *x, struct inputs *to, long k) {
+/* Of 16 codes, by whole words: their bytes plus 128, in pairs. */
+INLINE int32_t sum_codes(const int8_t *codes) {
+  const uint64_t each = 0x00ff00ff00ff00ffu;
+  uint64_t words[2], pairs = 0;
+  __builtin_memcpy(words, codes, sizeof(words));
+  for (int i = 0; i < 2; i++) {
+    words[i] ^= 0x8080808080808080u;
+    pairs += (words[i] & each) + (words[i] >> 8 & each);
+  }
+  return (int32_t)(pairs * 0x0001000100010001u >> 48) - LANES * 128;
+}
+
+/* Codes of a row and their scales, to the nearest; where a number is none or infinite, NaN. */
+INLINE void write_codes(const float *x, struct inputs *to, long k) {
   for (long at = 0; at < k; at += CHUNK, to++) {
-    vec halves[2] = {load(x + at), load(x + at + LANES)}, largest = {0}, zeros = {0};
-    for (int i = 0; i < 2; i++) {
-      vec size = choose(halves[i] < 0.f, -halves[i], halves[i]);
-      largest = choose(size > largest, size, largest);
-      zeros += 0 * halves[i];
-    }
-    float most = max_lanes(largest), inverse = most > 0 ? 127 / most : 0;
-    int sum = 0;
+    vec halves[2] = {load(x + at), load(x + at + LANES)};
+    float most = max_bits(larger_bits((ivec)halves[0] & INT32_MAX, (ivec)halves[1] & INT32_MAX));
+    float inverse = most > 0 && most <= FLT_MAX ? 127 / most : 0;
     for (int i = 0; i < 2; i++) {
       vec scaled = halves[i] * inverse;
-      ivec codes = __builtin_convertvector(scaled + choose(scaled < 0.f, splat(-.5f), splat(.5f)), ivec);
+      vec half = (vec)(((ivec)scaled & INT32_MIN) | (ivec)splat(.5f)); /* of its sign */
+      ivec codes = __builtin_convertvector(scaled + half, ivec);
       *(signed_sixteen *)(to->codes + LANES * i) = __builtin_convertvector(codes, signed_sixteen);
-      to->sums[i] = (int32_t)sum_lanes(to_floats(codes));
-      sum += to->sums[i];
     }
-    to->scale = most / 127 + sum_lanes(zeros);
-    to->sum = to->scale * sum;
+    to->scale = most <= FLT_MAX ? most / 127 : NAN;
+  }
+}
+
+/* Sums have a loop of their own: codes that are still in a vector are slow to come out of it. */
+void quantise(const float *x, struct inputs *to, long k) {
+  write_codes(x, to, k);
+  for (long at = 0; at < k; at += CHUNK, to++) {
+    int32_t sums[2] = {sum_codes(to->codes), sum_codes(to->codes + LANES)};
+    to->minus[0] = -sums[0], to->minus[1] = -sums[1], to->minus[2] = -sums[0] - sums[1];
+    to->sum = to->scale * (sums[0] + sums[1]);
   }
 }

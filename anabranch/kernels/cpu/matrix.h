@@ -34,7 +34,7 @@ struct matrix {
 struct inputs {
   int8_t codes[CHUNK];
   float scale, sum;   /* sum is scale times that of the codes */
-  int32_t sums[2];    /* of the codes of either half */
+  int32_t minus[3];   /* the sums of the codes of either half and of all, negated */
 };
 
 /* Where the sums of a panel go. */

@@ -42,6 +42,24 @@ INLINE float max_lanes(vec v) {
   return max;
 }
 
+/* Of the bits of floats that are not negative, whose order is that of the numbers: infinities are
+   larger, NaNs the largest. */
+#if defined(__AVX512F__)
+INLINE ivec larger_bits(ivec a, ivec b) { return (ivec)_mm512_max_epi32((__m512i)a, (__m512i)b); }
+INLINE int32_t most_bits(ivec v) { return _mm512_reduce_max_epi32((__m512i)v); }
+#else
+INLINE ivec larger_bits(ivec a, ivec b) { return ((a > b) & a) | ((a <= b) & b); }
+INLINE int32_t most_bits(ivec v) {
+  int32_t most = v[0];
+  for (int i = 1; i < LANES; i++) most = v[i] > most ? v[i] : most;
+  return most;
+}
+#endif
+INLINE float max_bits(ivec v) {
+  union { int32_t bits; float value; } most = {most_bits(v)};
+  return most.value;
+}
+
 /* exp(x) = 2^n exp(r) with |r| <= ln(2) / 2, where the series up to r^7 is exact to 1e-8.
    Below -88 the result is 0, above 88 a large number. */
 INLINE vec exp_lanes(vec x) {
