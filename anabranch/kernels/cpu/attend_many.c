@@ -1,7 +1,7 @@
 /* Attention of many queries in float32 over a paged cache.
    A task is a tile of rows that read one kv head: queries of a sequence times heads of the group.
    Rows lie across the lanes of vectors, so that elements of keys and values are broadcast from
-   where they lie, and the softmax needs no sums across lanes. Blocks of keys begin at multiples of
+   where they lie, and the softmax needs no sums across lanes. Blocks of keys end at multiples of
    their size: a row has the same bits in any tile and however its prompt is cut. */
 #include "pages.h"
 
@@ -133,9 +133,9 @@ void attend_many(const struct call *call, long seq, long head, long number) {
   long count = least(rows - row, ROWS);
   read_rows(call, &tile, seq, head, row, count);
   /* The first row sees the first keys, the last row the last. */
-  long first = tile.from[0] / BLOCK * BLOCK, stop = tile.to[ROWS - 1];
+  long first = tile.from[0], stop = tile.to[ROWS - 1];
   for (long next; first < stop; first = next) {
-    next = least(first + BLOCK, stop);
+    next = least((first / BLOCK + 1) * BLOCK, stop);
     int all_visible = first >= tile.from[ROWS - 1] && next <= tile.to[0];
     attend_block(call, &tile, seq, head, first, next, all_visible);
   }
