@@ -8,6 +8,7 @@
 #define ROWS 64   /* of a tile */
 #define BLOCK 48  /* keys at a time, a multiple of SUMS: with a tile they stay in the L1 cache */
 #define SUMS 6    /* that one pass makes for each vector of rows: keys, or columns of values */
+#define PART 128  /* dims that are summed in a row: sums of 256 in one would err twice as much */
 #if defined(__AVX512F__)
 #define VECTORS 4 /* of rows that a pass takes, as far as there are registers */
 #else
@@ -16,6 +17,7 @@
 #define UNROLLED(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
 
 typedef float across[ROWS]; /* a number of every row */
+static const across ones = {[0 ... ROWS - 1] = 1};
 
 struct tile {
   across q[MAX_DIM], scores[BLOCK], out[MAX_DIM]; /* transposed: rows are the last dimension */
@@ -23,23 +25,22 @@ struct tile {
   int32_t from[ROWS], to[ROWS]; /* the first key that a row sees, and one past the last */
 };
 
-/* to[m] = to[m] * decay + sum over i < length of a(m, i) * b[i], for `count` m from `first` on.
-   a(m, i) is a[m][i], or a[i][m] of columns; without decay `to` is not read. */
+/* to[m] = to[m] * decay + sum over i in [start, stop) of a(m, i) * b[i], for `count` m from `first`
+   on. a(m, i) is a[m][i], or a[i][m] of columns; without decay `to` is not read. */
 INLINE void product(const int count, const int of_columns, const float *const *a, long first,
-                    const across *b, long length, across *to, const float *decay) {
+                    const across *b, long start, long stop, across *to, const float *decay) {
   for (int c = 0; c < ROWS; c += VECTORS * LANES) {
     vec sum[SUMS][VECTORS] = {0};
-    if (decay)
-      UNROLLED(m, count) UNROLLED(v, VECTORS) {
-        int at = c + v * LANES;
-        sum[m][v] = load(to[first + m] + at) * load(decay + at);
-      }
-    for (long i = 0; i < length; i++)
+    for (long i = start; i < stop; i++)
       UNROLLED(m, count) {
         float x = of_columns ? a[i][first + m] : a[first + m][i];
         UNROLLED(v, VECTORS) sum[m][v] += x * load(b[i] + c + v * LANES);
       }
-    UNROLLED(m, count) UNROLLED(v, VECTORS) store(to[first + m] + c + v * LANES, sum[m][v]);
+    UNROLLED(m, count) UNROLLED(v, VECTORS) {
+      int at = c + v * LANES;
+      if (decay) sum[m][v] += load(to[first + m] + at) * load(decay + at);
+      store(to[first + m] + at, sum[m][v]);
+    }
   }
 }
 
@@ -81,14 +82,16 @@ static void attend_block(const struct call *call, struct tile *tile, long seq, l
     values[j] = read_row(&call->v, call, seq, first + j, head, call->dim_v, decoded[1][j]);
   }
   for (long j = count; j < padded; j++) keys[j] = keys[count - 1]; /* whose scores nobody reads */
-  for (long j = 0; j < padded; j += SUMS)
-    product(SUMS, 0, keys, j, tile->q, call->dim_k, tile->scores, 0);
+  for (long i = 0; i < call->dim_k; i += PART)
+    for (long j = 0; j < padded; j += SUMS)
+      product(SUMS, 0, keys, j, tile->q, i, least(i + PART, call->dim_k), tile->scores,
+              i ? ones : 0);
   weigh(tile, first, count, all_visible);
   long i = 0;
   for (; i + SUMS <= call->dim_v; i += SUMS)
-    product(SUMS, 1, values, i, tile->scores, count, tile->out, tile->decay);
+    product(SUMS, 1, values, i, tile->scores, 0, count, tile->out, tile->decay);
   for (; i < call->dim_v; i += 2) /* 2 or 4 are left of a multiple of 16 */
-    product(2, 1, values, i, tile->scores, count, tile->out, tile->decay);
+    product(2, 1, values, i, tile->scores, 0, count, tile->out, tile->decay);
 }
 
 /* Queries of a tile's rows, and which keys these see; rows past the last are like the last. */
