@@ -28,7 +28,7 @@ from anabranch.kernels.cpu import attend as attend_module
 from anabranch.kernels.cpu import flash as flash_module
 from anabranch.kernels.cpu.masks import BLOCK_M, Visibility
 from anabranch.kernels.cpu.native import native
-from anabranch.keys import KeySource, RaggedKV
+from anabranch.keys import DenseKV, KeySource, RaggedKV
 from anabranch.state import AttentionState, merge_stacked
 
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -153,6 +153,14 @@ def test_keys_cut_into_parts(
 def test_no_less_accurate_than_torch(dtype: torch.dtype, dims: tuple[int, int], q_len: int) -> None:
     lengths = {"q_lens": (q_len,) * 3, "k_lens": (700, 690, 1000)}
     q, keys, options = make_inputs(Case(dtype=dtype, dims=dims, padding=0, **lengths), seed=0)
+    expected = reference.attend(q, keys, **options)
+    assert_state_close(attend(q, keys, **options), expected, torch_attention(q, keys, options))
+
+
+def test_sums_over_large_heads_are_no_less_accurate_than_torchs() -> None:
+    """Large scores, whose errors are errors of weights."""
+    lengths = {"q_lens": (300,) * 3, "k_lens": (700, 690, 1000)}
+    q, keys, options = make_inputs(Case(dims=(256, 256), padding=0, scale=1.0, **lengths), seed=3)
     expected = reference.attend(q, keys, **options)
     assert_state_close(attend(q, keys, **options), expected, torch_attention(q, keys, options))
 
@@ -291,6 +299,28 @@ def test_one_call_for_a_batch(case: Case, dim: int) -> None:
         state = attend(q, keys, **options)
     assert_right(state, q, keys, options)
     assert recorder.num_flash_calls == (0 if native() and dim == 32 else 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dim", [24, 64])
+def test_sequences_without_room_for_keys(dim: int, dtype: torch.dtype) -> None:
+    q, k = torch.randn(2, 4, dim).to(dtype), torch.empty(2, 0, 2, dim, dtype=dtype)
+    starts = torch.zeros(3, dtype=torch.int32)
+    for keys in (DenseKV(k, k), RaggedKV(k[0], k[0], starts)):
+        state = anabranch.attend(q, keys)
+        assert not state.out.any() and (state.lse == -torch.inf).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 5.0}, {"tree_width": 3}], ids=str)
+def test_no_table_of_ragged_keys(options: dict[str, object]) -> None:
+    """One long sequence among short ones takes no memory for these."""
+    lengths = {"q_lens": (1,) * 100, "k_lens": (1,) * 99 + (3000,)}
+    case = Case(source="ragged", num_kv_heads=1, dims=(16, 16), **lengths, **options)
+    q, keys, options = make_inputs(case, 0)
+    with Recorder() as recorder:
+        state = attend(q, keys, **options)
+    assert_right(state, q, keys, options)
+    assert recorder.largest < 100 * 3000
 
 
 def test_few_queries_over_pages_are_not_copied() -> None:

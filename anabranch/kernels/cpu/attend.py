@@ -1,9 +1,11 @@
-"""The producer "torch": states of torch's CPU flash kernel over ranges of keys, merged."""
+"""The producer "torch" of a CPU: a kernel in C where that can serve a call, else torch's flash
+kernel over ranges of keys, whose states are merged, or a blockwise path.
+"""
 
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +16,6 @@ from anabranch.kernels.cpu.flash import MAX_FOLDED_LEN, flash
 from anabranch.kernels.cpu.masks import Visibility
 from anabranch.kernels.cpu.merge import merge
 from anabranch.kernels.cpu.pages import attend_pages, reads_pages
-from anabranch.keys import KeySource, KeyView, PagedKV
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
@@ -105,30 +106,11 @@ def _write(state: AttentionState, out: AttentionState) -> AttentionState:
 def _attend_pages(call: AttendCall, starts: torch.Tensor) -> AttentionState | None:
     """By the kernel of ours; None where that cannot serve the call."""
     rules, q = call.rules, call.queries.packed
-    keys = _as_pages(call.keys, call.view)
     hidden = {"softcap": rules.softcap, "tree_mask": rules.tree_mask}
-    if keys is None or not reads_pages(q, keys, starts, **hidden):
+    if not reads_pages(q, call.keys, starts, **hidden):
         return None
     order = {"causal": rules.causal, "window": rules.window}
-    return attend_pages(q, keys, starts, scale=rules.scale, **order)
-
-
-def _as_pages(keys: KeySource, view: KeyView) -> PagedKV | None:
-    """Contiguous keys as pages that a table finds, without copies; None for other kinds."""
-    if view.is_pages:
-        return cast("PagedKV", keys)
-    if not (keys.is_contiguous and view.is_plain):
-        return None
-    seq_lens, cu_seqlens = keys.lengths
-    k, v = view.k.ptr, view.v.ptr
-    if cu_seqlens is not None:  # every key is a page
-        lens = cu_seqlens.diff()
-        positions = torch.arange(int(lens.max()) if len(lens) else 0, dtype=torch.int32)
-        return PagedKV(k[:, None], v[:, None], cu_seqlens[:-1, None] + positions, lens)
-    if seq_lens is None:
-        seq_lens = torch.full((keys.num_seqs,), keys.capacity, dtype=torch.int32)
-    table = torch.arange(keys.num_seqs, dtype=torch.int32)[:, None]
-    return PagedKV(k, v, table, seq_lens)
+    return attend_pages(q, call.keys, starts, scale=rules.scale, **order)
 
 
 def _visibility(batch: Batch, rules: Rules) -> Visibility:

@@ -1,13 +1,14 @@
 /* Attention of many queries in float32 over a paged cache.
    A task is a tile of rows that read one kv head: queries of a sequence times heads of the group.
    Rows lie across the lanes of vectors, so that elements of keys and values are broadcast from
-   where they lie, and the softmax needs no sums across lanes. Blocks of keys begin at multiples of
+   where they lie, and the softmax needs no sums across lanes. Blocks of keys end at multiples of
    their size: a row has the same bits in any tile and however its prompt is cut. */
 #include "pages.h"
 
 #define ROWS 64   /* of a tile */
 #define BLOCK 48  /* keys at a time, a multiple of SUMS: with a tile they stay in the L1 cache */
 #define SUMS 6    /* that one pass makes for each vector of rows: keys, or columns of values */
+#define PART 128  /* dims that are summed in a row: sums of 256 in one would err twice as much */
 #if defined(__AVX512F__)
 #define VECTORS 4 /* of rows that a pass takes, as far as there are registers */
 #else
@@ -16,6 +17,7 @@
 #define UNROLLED(i, count) _Pragma("GCC unroll 8") for (int i = 0; i < count; i++)
 
 typedef float across[ROWS]; /* a number of every row */
+static const across ones = {[0 ... ROWS - 1] = 1};
 
 struct tile {
   across q[MAX_DIM], scores[BLOCK], out[MAX_DIM]; /* transposed: rows are the last dimension */
@@ -23,23 +25,22 @@ struct tile {
   int32_t from[ROWS], to[ROWS]; /* the first key that a row sees, and one past the last */
 };
 
-/* to[m] = to[m] * decay + sum over i < length of a(m, i) * b[i], for `count` m from `first` on.
-   a(m, i) is a[m][i], or a[i][m] of columns; without decay `to` is not read. */
+/* to[m] = to[m] * decay + sum over i in [start, stop) of a(m, i) * b[i], for `count` m from `first`
+   on. a(m, i) is a[m][i], or a[i][m] of columns; without decay `to` is not read. */
 INLINE void product(const int count, const int of_columns, const float *const *a, long first,
-                    const across *b, long length, across *to, const float *decay) {
+                    const across *b, long start, long stop, across *to, const float *decay) {
   for (int c = 0; c < ROWS; c += VECTORS * LANES) {
     vec sum[SUMS][VECTORS] = {0};
-    if (decay)
-      UNROLLED(m, count) UNROLLED(v, VECTORS) {
-        int at = c + v * LANES;
-        sum[m][v] = load(to[first + m] + at) * load(decay + at);
-      }
-    for (long i = 0; i < length; i++)
+    for (long i = start; i < stop; i++)
       UNROLLED(m, count) {
         float x = of_columns ? a[i][first + m] : a[first + m][i];
         UNROLLED(v, VECTORS) sum[m][v] += x * load(b[i] + c + v * LANES);
       }
-    UNROLLED(m, count) UNROLLED(v, VECTORS) store(to[first + m] + c + v * LANES, sum[m][v]);
+    UNROLLED(m, count) UNROLLED(v, VECTORS) {
+      int at = c + v * LANES;
+      if (decay) sum[m][v] += load(to[first + m] + at) * load(decay + at);
+      store(to[first + m] + at, sum[m][v]);
+    }
   }
 }
 
@@ -81,14 +82,16 @@ static void attend_block(const struct call *call, struct tile *tile, long seq, l
     values[j] = read_row(&call->v, call, seq, first + j, head, call->dim_v, decoded[1][j]);
   }
   for (long j = count; j < padded; j++) keys[j] = keys[count - 1]; /* whose scores nobody reads */
-  for (long j = 0; j < padded; j += SUMS)
-    product(SUMS, 0, keys, j, tile->q, call->dim_k, tile->scores, 0);
+  for (long i = 0; i < call->dim_k; i += PART)
+    for (long j = 0; j < padded; j += SUMS)
+      product(SUMS, 0, keys, j, tile->q, i, least(i + PART, call->dim_k), tile->scores,
+              i ? ones : 0);
   weigh(tile, first, count, all_visible);
   long i = 0;
   for (; i + SUMS <= call->dim_v; i += SUMS)
-    product(SUMS, 1, values, i, tile->scores, count, tile->out, tile->decay);
+    product(SUMS, 1, values, i, tile->scores, 0, count, tile->out, tile->decay);
   for (; i < call->dim_v; i += 2) /* 2 or 4 are left of a multiple of 16 */
-    product(2, 1, values, i, tile->scores, count, tile->out, tile->decay);
+    product(2, 1, values, i, tile->scores, 0, count, tile->out, tile->decay);
 }
 
 /* Queries of a tile's rows, and which keys these see; rows past the last are like the last. */
@@ -133,9 +136,9 @@ void attend_many(const struct call *call, long seq, long head, long number) {
   long count = least(rows - row, ROWS);
   read_rows(call, &tile, seq, head, row, count);
   /* The first row sees the first keys, the last row the last. */
-  long first = tile.from[0] / BLOCK * BLOCK, stop = tile.to[ROWS - 1];
+  long first = tile.from[0], stop = tile.to[ROWS - 1];
   for (long next; first < stop; first = next) {
-    next = least(first + BLOCK, stop);
+    next = least((first / BLOCK + 1) * BLOCK, stop);
     int all_visible = first >= tile.from[ROWS - 1] && next <= tile.to[0];
     attend_block(call, &tile, seq, head, first, next, all_visible);
   }

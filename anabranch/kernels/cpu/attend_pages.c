@@ -46,13 +46,17 @@ static void append(const float *rows, long token_stride, long head_stride, void 
   }
 }
 
-/* Whether all pages of a sequence are in the cache. */
+/* Whether the tokens of a sequence are among the queries, and its keys in the storage. */
 static int is_valid(const struct call *call, long seq) {
-  long count = (call->seq_lens[seq] + call->page_size - 1) / call->page_size;
+  long start = call->starts[seq], stop = call->starts[seq + 1], size = call->page_size;
+  if (start < 0 || stop < start || stop > call->num_tokens) return 0;
+  long seq_len = call->seq_lens[seq], count = (seq_len + size - 1) / size;
   if (count > call->page_columns) return 0;
   const int32_t *pages = call->pages + seq * call->page_stride;
-  for (long i = 0; i < count; i++)
-    if (pages[i] < 0 || pages[i] >= call->num_pages) return 0;
+  for (long i = 0; i < count; i++) {
+    long used = least(seq_len - i * size, size);
+    if (pages[i] < 0 || pages[i] * call->page_step + used > call->num_rows) return 0;
+  }
   return 1;
 }
 
@@ -78,7 +82,7 @@ long select_splits(const int32_t *seq_lens, const int32_t *starts, long num_seqs
 }
 
 /* Keep new keys where `slots` is given, which needs caches of floats, then attend. Returns 0, or
-   1 + a sequence whose lengths or pages are not valid, or -1 - a token whose slot is not. */
+   1 + a sequence whose tokens, length or pages are not valid, or -1 - a token whose slot is not. */
 long attend_pages(const float *q, void *k, void *v, const void *k_scales, const void *v_scales,
                   const float *levels, const int32_t *pages, const int32_t *seq_lens,
                   const int32_t *starts, const float *new_k, const float *new_v,
@@ -86,24 +90,24 @@ long attend_pages(const float *q, void *k, void *v, const void *k_scales, const 
                   int num_threads) {
   const int64_t *s = sizes;
   struct call call = {.q = q, .q_token = s[0], .q_head = s[1],
-                      .k = make_cache(k, k_scales, s + 2, s + 25),
-                      .v = make_cache(v, v_scales, s + 5, s + 32), .levels = levels,
+                      .k = make_cache(k, k_scales, s + 2, s + 26),
+                      .v = make_cache(v, v_scales, s + 5, s + 33), .levels = levels,
                       .pages = pages, .seq_lens = seq_lens,
                       .starts = starts, .out = out, .lse = lse, .num_tokens = s[9],
                       .num_kv_heads = s[10], .group = s[11], .dim_k = s[12], .dim_v = s[13],
-                      .num_pages = s[14], .page_columns = s[15], .page_stride = s[16],
-                      .page_size = s[17], .num_splits = s[18], .window = s[19],
-                      .causal = (int)s[20], .scale = scale};
+                      .num_rows = s[14], .page_columns = s[15], .page_stride = s[16],
+                      .page_size = s[17], .page_step = s[18], .num_splits = s[19],
+                      .window = s[20], .causal = (int)s[21], .scale = scale};
   long num_seqs = s[8], most_tasks = call.num_splits;
   for (long seq = 0; seq < num_seqs; seq++) {
     if (!is_valid(&call, seq)) return seq + 1;
     most_tasks = most(most_tasks, has_few(&call, seq) ? 0 : num_tiles(&call, seq));
   }
   if (slots) {
-    long bad = find_outside(slots, s[9], s[14] * s[17]);
+    long bad = find_outside(slots, s[9], s[14]);
     if (bad) return -bad;
-    append(new_k, s[21], s[22], k, &call.k, slots, s[9], s[10], s[12], s[17], num_threads);
-    append(new_v, s[23], s[24], v, &call.v, slots, s[9], s[10], s[13], s[17], num_threads);
+    append(new_k, s[22], s[23], k, &call.k, slots, s[9], s[10], s[12], s[17], num_threads);
+    append(new_v, s[24], s[25], v, &call.v, slots, s[9], s[10], s[13], s[17], num_threads);
   }
 #pragma omp parallel for collapse(3) schedule(dynamic) num_threads(num_threads)
   for (long task = most_tasks - 1; task >= 0; task--) /* later tiles see more keys */

@@ -1,5 +1,6 @@
 /* A decoder layer before and after its attention, each in one call, and all layers of a model over
-   a paged cache in one: for few rows, what a call costs on the host is more than what it computes. */
+   a paged cache in one, for few rows and for a chunk of a prompt: with few, a call costs more on
+   the host than what it computes. */
 #include <string.h>
 
 #include "kernels.h"

@@ -14,6 +14,7 @@ from anabranch.kernels.cpu.pages import (
     NewKeys,
     attention_sizes,
     check_status,
+    find_keys,
     select_splits,
 )
 from anabranch.keys import PagedKV
@@ -140,9 +141,10 @@ class LayerRun:
         """The output of the last layer; new keys are written to the caches."""
         rows, hidden = x.shape
         before, after, *_ = self._layers[0]
-        first, dim = step.keys, before.head_dim
+        first, dim = find_keys(step.keys), before.head_dim
         y, heads = x.clone(), before.num_outputs // dim
-        q_heads, kv_heads = heads - 2 * first.k.shape[2], first.k.shape[2]
+        kv_heads = step.keys.num_kv_heads
+        q_heads = heads - 2 * kv_heads
         splits = select_splits(first, step.cu_seqlens_q, q_heads)
         width = 4 * hidden + before.num_outputs + 3 * after.inner + splits * q_heads * (dim + 1)
         room = x.new_empty(rows * width)
@@ -165,7 +167,7 @@ class LayerRun:
             dim,
             torch.get_num_threads(),
         )
-        check_status(status, first)
+        check_status(status, q, first, step.cu_seqlens_q)
         return y
 
     def _described(self, stores: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:

@@ -5,7 +5,7 @@
 
 #define MAX_WIDTH 1024 /* numbers that share a scale */
 
-enum { INT8 = 1, E4M3 }; /* as decode.c has them */
+enum { INT8 = 1, E4M3 }; /* as pages.h has them */
 
 struct sink {
   uint8_t *codes;

@@ -23,8 +23,9 @@ struct call {
   struct cache k, v;
   const int32_t *pages, *seq_lens, *starts; /* [seqs, page_columns], [seqs], [seqs + 1] */
   float *out, *lse;                         /* [splits, tokens, heads, dim_v] and without dim_v */
-  long num_tokens, num_kv_heads, group, dim_k, dim_v, num_pages, page_columns, page_size;
-  long page_stride, num_splits, window;
+  long num_tokens, num_kv_heads, group, dim_k, dim_v, page_columns, page_size, page_stride;
+  long num_rows, page_step; /* in the storage; from page to page, 1 if one begins at any row */
+  long num_splits, window;
   int causal;
   float scale;
   const float *levels; /* [256], numbers of the codes of E4M3 */

@@ -111,6 +111,26 @@ def test_the_engine_runs_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert tokens(kv_cache_dtype="q8_0") and len(runs) > 36
 
 
+def test_a_run_refuses_tokens_that_it_is_not_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = str(write_gguf(tmp_path / "tiny.gguf", tiny_llama(**WIDE), formats=MIXED))
+    run, refused = LayerRun.__call__, list[int]()
+
+    def checked(self: LayerRun, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        step = given[-1]
+        wrong = step._replace(cu_seqlens_q=step.cu_seqlens_q + 1)
+        with pytest.raises(IndexError, match=f"num_tokens = {len(x)}, got 1 to {len(x) + 1}"):
+            run(self, x, *given[:-1], wrong)
+        refused.append(len(x))
+        return run(self, x, *given)
+
+    monkeypatch.setattr(LayerRun, "__call__", checked)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    LLM(path, device="cpu", dtype="float32").generate([[8] * 20], params)
+    assert refused == [20, 1]
+
+
 def test_files_are_packed_once_and_mapped(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), formats={"weight": "Q4_0"})
     steps: list[str] = []
