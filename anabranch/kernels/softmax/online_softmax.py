@@ -109,9 +109,9 @@ def weighted(scores, scale, weight_ptrs, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def score(q, k, scores, KEYS_FIRST: tl.constexpr):
-    """scores + q k^T [ROWS, KEYS]; with KEYS_FIRST its transpose, of transposed queries."""
+    """scores + q k^T [ROWS, KEYS], or its transpose with KEYS_FIRST."""
     if KEYS_FIRST:
-        return tl.dot(k, q, scores, input_precision="ieee")
+        return tl.dot(k, tl.trans(q), scores, input_precision="ieee")
     else:
         return tl.dot(q, tl.trans(k), scores, input_precision="ieee")
 

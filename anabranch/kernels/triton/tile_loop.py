@@ -156,16 +156,13 @@ def attend_tiles(
     DK: tl.constexpr = C.tiles.dk_main
     DV: tl.constexpr = C.tiles.block_dv
     ORDER: tl.constexpr = order_weights if C.source.pairs else None
-    q, q_rest, units, row_units = queries.main, queries.rest, None, None
+    q, units, row_units = queries.main, None, None
     if K.words:
         units, inverse = unit_of(tl.max(tl.abs(q).to(tl.float32), 1))
         q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
         q = permute_dims(q, C.source.quads)
         if given.rules.softcap is None and view.log_weights is None:
             row_units = units
-    # Here and not in the loop: Triton 3.9 would write them to shared memory in every tile.
-    if C.tiles.keys_first:
-        q, q_rest = tl.trans(q), tl.trans(q_rest)
     base_scale = given.rules.scale
     if K.words and K.format.scaling == "tensor":
         base_scale *= tl.load(view.k.scales.ptr)
@@ -194,7 +191,7 @@ def attend_tiles(
         ahead = next_keys(index, stop, block, C)
         if AHEAD and (not BOXED or C.source.is_paged):
             pages = pages_of(ahead, block, given, C)
-        scores = score_tile(q, q_rest, k, k_rest, C)
+        scores = score_tile(q, queries.rest, k, k_rest, C)
         key_scales = KEYS.scales(keys, at, k_places, DTYPE, K, C)
         if key_scales is not None:
             scores *= key_scales[:, None] if C.tiles.keys_first else key_scales[None, :]
