@@ -108,10 +108,12 @@ def weighted(scores, scale, weight_ptrs, KEYS_FIRST: tl.constexpr):
 
 
 @triton.jit
-def score(q, k, scores, KEYS_FIRST: tl.constexpr):
-    """scores + q k^T [ROWS, KEYS], or its transpose with KEYS_FIRST."""
+def score(q, k, scores, KEYS_FIRST: tl.constexpr, TURNED: tl.constexpr = False):
+    """scores + q k^T [ROWS, KEYS], or its transpose with KEYS_FIRST; TURNED q is transposed."""
     if KEYS_FIRST:
-        return tl.dot(k, tl.trans(q), scores, input_precision="ieee")
+        if not TURNED:
+            q = tl.trans(q)
+        return tl.dot(k, q, scores, input_precision="ieee")
     else:
         return tl.dot(q, tl.trans(k), scores, input_precision="ieee")
 

@@ -161,6 +161,8 @@ def attend_tiles(
         units, inverse = unit_of(tl.max(tl.abs(q).to(tl.float32), 1))
         q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
         q = permute_dims(q, C.source.quads)
+        if C.tiles.keys_first:
+            q = tl.trans(q)  # in every tile Triton 3.9 would: int8, 64 x 4096, 157 us, not 151
         if given.rules.softcap is None and view.log_weights is None:
             row_units = units
     base_scale = given.rules.scale
@@ -226,7 +228,7 @@ def attend_tiles(
 @triton.jit
 def score_tile(q, q_rest, k, k_rest, C: tl.constexpr):
     """Products of queries and keys."""
-    scores = score(q, k, None, C.tiles.keys_first)
+    scores = score(q, k, None, C.tiles.keys_first, C.source.k.words)
     if C.tiles.dk_rest > 0:
         if C.source.one_tile and C.tiles.block_m >= 64:
             # Chained, each warpgroup would compute the whole product; so add two products.
