@@ -60,9 +60,9 @@ def test_a_plan_and_a_planned_call_in_the_interpreter() -> None:
     assert len(files) <= 14, sorted(files)
 
 
-@pytest.mark.parametrize(("repeats", "most"), [(2, 39), (8, 54)])
-def test_generate_with_drafts_on_a_cpu(repeats: int, most: int) -> None:
-    """A prompt of few tokens runs as drafts do, a longer one by `attend`."""
+@pytest.mark.parametrize("repeats", [2, 8])
+def test_generate_with_drafts_on_a_cpu(repeats: int) -> None:
+    """A prompt runs as drafts do, of few tokens or many."""
     pytest.importorskip("transformers")
     from tiny_models import GREEDY, source
 
@@ -70,7 +70,7 @@ def test_generate_with_drafts_on_a_cpu(repeats: int, most: int) -> None:
     llm = ab.LLM(source(), device="cpu", speculative=drafts)
     files = entered(lambda: llm.generate([[10, 11, 12, 10] * repeats], GREEDY))
     assert {"/llm/engine/engine.py", "/llm/speculative/ngram.py"} <= files
-    assert len(files) <= most, sorted(files)
+    assert len(files) <= 39, sorted(files)
 
 
 @pytest.mark.gpu

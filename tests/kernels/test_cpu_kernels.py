@@ -197,7 +197,6 @@ def test_contiguous_keys_outside_their_storage_are_refused() -> None:
 
 
 @needs_compiler
-@needs_compiler
 @pytest.mark.parametrize("length", [5, 1500], ids=["whole", "in parts"])
 def test_a_key_of_nan_is_no_empty_state(length: int) -> None:
     keys, starts = paged([length, length], 16, 1, (16, 16)), torch.tensor([0, 1, 2], dtype=int32)

@@ -109,7 +109,7 @@ def weighted(scores, scale, weight_ptrs, KEYS_FIRST: tl.constexpr):
 
 @triton.jit
 def score(q, k, scores, KEYS_FIRST: tl.constexpr, TURNED: tl.constexpr = False):
-    """scores + q k^T [ROWS, KEYS], or its transpose with KEYS_FIRST; TURNED q is transposed."""
+    """scores + q k^T [ROWS, KEYS], or its transpose with KEYS_FIRST; q may be TURNED already."""
     if KEYS_FIRST:
         if not TURNED:
             q = tl.trans(q)

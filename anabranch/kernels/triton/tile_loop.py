@@ -162,7 +162,7 @@ def attend_tiles(
         q = (q.to(tl.float32) * inverse[:, None]).to(tl.float16)
         q = permute_dims(q, C.source.quads)
         if C.tiles.keys_first:
-            q = tl.trans(q)  # in every tile Triton 3.9 would: int8, 64 x 4096, 157 us, not 151
+            q = tl.trans(q)  # in the loop, int8 has 0.95 of the speed with Triton 3.9, here 1.01
         if given.rules.softcap is None and view.log_weights is None:
             row_units = units
     base_scale = given.rules.scale
