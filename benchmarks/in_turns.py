@@ -37,11 +37,18 @@ CHOICE = "ANABRANCH_IN_TURNS_CHOICE"
 # Letters of a choice, and what is set where: of the columns of queries of prompts in registers all,
 # none, half of those of blocks that may be cut, none of 256; 16 rows of queries over Q8_0 pages.
 CHOICES = {
-    "r": ("hopper_config", "QUERY_COLUMNS", 128),
-    "s": ("hopper_config", "QUERY_COLUMNS", 0),
-    "c": ("hopper_config", "CUT_QUERY_COLUMNS", 64),
-    "w": ("hopper_config", "WIDE_QUERY_COLUMNS", 0),
-    "q": ("triton.plan", "CODE_ROWS", 16),
+    "r": ("versions", "QUERY_COLUMNS", 128),
+    "h": ("versions", "QUERY_COLUMNS", 64),
+    "d": ("versions", "CUT_QUERY_COLUMNS", 128),
+    "c": ("versions", "CUT_QUERY_COLUMNS", 64),
+    "x": ("versions", "WIDE_QUERY_COLUMNS", 0),
+    "m": ("versions", "PROMPT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4 --opt-level=3"}),
+    "o": ("versions", "PROMPT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4"}),
+    "M": ("versions", "CUT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4 --opt-level=3"}),
+    "O": ("versions", "CUT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4"}),
+    "k": ("versions", "CODE_OPTIONS", {"ptx_options": "--regAllocOptLevel=4 -O3"}),
+    "l": ("versions", "LATENT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4 -O3"}),
+    "e": ("versions", "DECODE_OPTIONS", {}),
 }
 OLDER_PTXAS = "p"  # the letter for Hopper's kernels assembled as Triton does those of older GPUs
 PEER = "peer"  # the choice that is another library

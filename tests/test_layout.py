@@ -68,8 +68,10 @@ KERNELS_READ = {
     "launches.build_cache",
     "launches.driver",
     "launches.extension",
+    "launches.hopper_ptx",
     "launches.prepare",
     "launches.recorder",
+    "launches.triton_version",
 }
 # What each folder of kernels reads beside itself. Producers do not read each other.
 PARTS_OF_KERNELS = {"kernels.softmax", "kernels.load", "kernels.schedule", "kernels.parts"}

@@ -9,8 +9,8 @@ from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
 
+from anabranch.kernels import versions
 from anabranch.kernels.config import power_of_two, split_head_dim
-from anabranch.kernels.versions import CUT_QUERY_COLUMNS, QUERY_COLUMNS, WIDE_QUERY_COLUMNS
 
 # Key and value head dims that tiles have been chosen and tested for: each is one power of two, or
 # two of them (80 = 64 + 16, 96 = 64 + 32, 192 = 128 + 64).
@@ -61,8 +61,8 @@ def select_tiles(
     111 against 166.
     """
     if head_dim_k > 192 or head_dim_v > 128:
-        return HopperTiles(64, 2, q_columns=0 if splits else WIDE_QUERY_COLUMNS)
-    most = CUT_QUERY_COLUMNS if splits else QUERY_COLUMNS
+        return HopperTiles(64, 2, q_columns=0 if splits else versions.WIDE_QUERY_COLUMNS)
+    most = versions.CUT_QUERY_COLUMNS if splits else versions.QUERY_COLUMNS
     q_columns = min(split_head_dim(head_dim_k)[0], most)
     if head_dim_k <= 128 and (few_keys or (few_blocks and head_dim_k > 64)):
         return HopperTiles(64, 3, q_columns)

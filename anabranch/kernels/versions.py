@@ -1,41 +1,15 @@
 """What differs between the versions of Triton that this package supports.
 
-Kernels and launchers take it from here (and Gluon's names from `gluon/versions.py`), so that a new
-version is a new line of a table. CONTRIBUTING.md says what to run for one.
+Kernels and launchers take it from here (Gluon's names from `gluon/versions.py`, what 3.9 makes of
+products on Hopper from `launches/hopper_ptx.py`), so that a new version is a new line of a table.
+CONTRIBUTING.md says what to run for one.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from typing import TypeVar
-
-Version = tuple[int, int]
-Value = TypeVar("Value")
-
-OLDEST: Version = (3, 6)
-
-
-def installed() -> Version:
-    """Triton's, by its metadata, for CPUs need it not; the oldest where there is none."""
-    try:
-        found = version("triton")
-    except PackageNotFoundError:  # of another distribution, or of none
-        if find_spec("triton") is None:
-            return OLDEST
-        found = str(import_module("triton").__version__)
-    major, minor = map(int, found.split(".")[:2])
-    return major, minor
-
-
-TRITON = installed()
-
-
-def since(table: dict[Version, Value], version: Version = TRITON) -> Value:
-    """The entry of a version: that of the last one in the table which is not newer."""
-    return table[max(first for first in table if first <= version)]
-
+from anabranch.launches.hopper_ptx import (
+    WHOLE_DESCRIPTORS,
+    WHOLE_DESCRIPTORS_NO_COPIES,
+)
+from anabranch.launches.triton_version import since
 
 # Whether the compiler takes products with 8 columns of operands made in registers, as codes loaded
 # by pairs of keys are, on GPUs with tensor memory. From 3.8 on, TritonGPUOptimizeDotOperands fails.
@@ -54,7 +28,7 @@ NARROW_IN_WARPS = since({(3, 6): True, (3, 8): False})
 # 1 x 8192 889, 875 and 934 (3.6: 870), 4 x 4096 985, 975 and 1028 (969); heads of 256, 1 x 4096 425
 # and, with half, 420 (414). Blocks that may be cut: a chunk of 512 at 32768 434, 449 and 453 (427),
 # 1 x 1024 25.9, 27.0 and 26.8 (26.0).
-QUERY_COLUMNS = since({(3, 6): 128, (3, 9): 64})
+QUERY_COLUMNS = since({(3, 6): 128, (3, 9): 0})
 CUT_QUERY_COLUMNS = since({(3, 6): 128, (3, 9): 0})
 WIDE_QUERY_COLUMNS = since({(3, 6): 0, (3, 9): 128})
 
@@ -64,3 +38,11 @@ WIDE_QUERY_COLUMNS = since({(3, 6): 0, (3, 9): 128})
 # instructions a tile with 3.9, against 557 of 16 rows. H200, us, 64 x 4096: 152 against 180 (3.6:
 # 168).
 CODE_ROWS = since({(3, 6): 16, (3, 9): 8})
+
+# How products on Hopper are compiled: in decodes, over codes, in prompts with whole blocks, in
+# those that may be cut, and over latent rows.
+DECODE_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
+CODE_OPTIONS = since({(3, 6): {}, (3, 9): {}})
+PROMPT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
+CUT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
+LATENT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS_NO_COPIES})

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.launches.compile_ahead import AHEAD
 from anabranch.launches.extension import load_launches
+from anabranch.launches.hopper_ptx import on_hopper, teach_compiler
 
 Kind = TypeVar("Kind")
 Known = TypeVar("Known")
@@ -113,15 +114,25 @@ class Recording:
     complete: bool = True
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *arguments: Any,
+    hopper: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
     """Start a kernel of Triton or Gluon, the one way in which this package does.
 
-    While kernels are compiled ahead, it is compiled only.
+    While kernels are compiled ahead, it is compiled only. `hopper` are options for that GPU.
     """
+    how = COMPILED
+    if hopper and on_hopper():
+        teach_compiler()
+        how = COMPILED | hopper
     if AHEAD.get():
-        kernel.warmup(*arguments, grid=grid, **COMPILED, **options)
+        kernel.warmup(*arguments, grid=grid, **how, **options)
         return
-    compiled = kernel[grid](*arguments, **COMPILED, **options)
+    compiled = kernel[grid](*arguments, **how, **options)
     if getattr(_current, "recording", None) is not None:
         values = dict(zip(kernel.arg_names, arguments, strict=False)) | options
         note(KernelStart(compiled, grid, values))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from configurations import every_attend_config
 
-from anabranch.kernels import versions
 from anabranch.kernels.config import fit_shared_memory, select_attend, shared_bytes, split_head_dim
+from anabranch.launches import triton_version as versions
 
 HOPPER = {"per_program": 232448, "per_sm": 233472}
 SMALLER = {
@@ -107,31 +105,3 @@ def test_the_version_of_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     assert versions.installed() == (3, 8)
     monkeypatch.setattr(versions, "find_spec", lambda _: None)
     assert versions.installed() == versions.OLDEST
-
-
-def test_ptx_of_the_older_version_alone_is_assembled_as_for_older_gpus(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Hopper's: other kernels of the process, and other GPUs, keep what Triton chooses."""
-    gluon_versions = import_module("anabranch.kernels.gluon.versions")
-    backend = SimpleNamespace(target=SimpleNamespace(arch=90))
-    monkeypatch.setattr(gluon_versions.CUDABackend, "make_cubin", lambda chosen, *_: chosen)
-    gluon_versions._assemble_older_ptx(88)
-    assemble = gluon_versions.CUDABackend.make_cubin
-
-    def arch(ptx_version: int | None, capability: int) -> int:
-        options = SimpleNamespace(ptx_version=ptx_version)
-        return assemble(backend, "", {}, options, capability).target.arch
-
-    assert arch(88, 90) == 80
-    assert arch(None, 90) == arch(87, 90) == arch(88, 100) == 90
-
-
-def test_without_the_older_ptxas_there_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gluon_versions = import_module("anabranch.kernels.gluon.versions")
-    assert gluon_versions._has_older_ptxas()
-    gone = SimpleNamespace(nvidia=SimpleNamespace(ptxas=SimpleNamespace(path=tmp_path / "ptxas")))
-    monkeypatch.setattr(gluon_versions, "knobs", gone)
-    assert not gluon_versions._has_older_ptxas()

@@ -17,8 +17,9 @@ from compile_cases import CASES
 from compiled_launch import TARGETS, waits_first
 
 import anabranch
-from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY, TRITON
+from anabranch.kernels.versions import PAIRS_IN_TENSOR_MEMORY
 from anabranch.launches.compile_ahead import compiling_ahead
+from anabranch.launches.triton_version import TRITON
 
 SAMPLED = int(os.environ.get("ANABRANCH_TEST_SAMPLE", "1")) > 1
 KERNELS = Path(anabranch.__file__).parent / "kernels"

@@ -86,6 +86,8 @@ def compile_launch(launch: Launch, target: Target) -> CompiledKernel:
     given = dict(launch.options)
     if target.gpu.backend == "hip":
         given.pop("maxnreg", None)  # AMD's compiler takes no limit
+    if target.gpu.arch != 90:
+        given.pop("ptx_options", None)
     bound, specialization, options = bind(*launch.args, **given)
     options, signature, constexprs, attributes = kernel._pack_args(
         backend, given, bound, specialization, options

@@ -10,13 +10,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from anabranch.kernels import versions
 from anabranch.kernels.gluon.barriers import make_barriers, prefetch_maps
 from anabranch.kernels.gluon.boxes import flat_boxes, key_boxes
 from anabranch.kernels.gluon.latent_config import LatentConstants
 from anabranch.kernels.gluon.latent_consumers import consume_latent
 from anabranch.kernels.gluon.latent_copies import produce_latent
 from anabranch.kernels.gluon.operands import HopperOperands, LatentBoxes, LatentRoom
-from anabranch.kernels.gluon.versions import FULL_REGISTERS
 from anabranch.kernels.load.arguments import Rows
 from anabranch.kernels.parts.slots import Parts, StateRows
 from anabranch.keys import KeyView
@@ -61,7 +61,7 @@ def attend_latent(
         c,
         num_warps=4,
         maxnreg=c.max_registers,
-        **FULL_REGISTERS,
+        hopper=versions.LATENT_OPTIONS,
         **({"launch_pdl": True} if c.overlap else {}),
     )
 

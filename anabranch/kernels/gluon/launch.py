@@ -6,9 +6,9 @@ import math
 
 import torch
 
+from anabranch.kernels import versions
 from anabranch.kernels.gluon.boxes import key_boxes, row_boxes
 from anabranch.kernels.gluon.kernel import BoxPlaces, OrderedWork, attend_kernel
-from anabranch.kernels.gluon.versions import FULL_REGISTERS, QUERIES_IN_REGISTERS
 from anabranch.kernels.hopper_config import HopperConstants
 from anabranch.kernels.parts.slots import StateRows
 from anabranch.keys import KeyView
@@ -51,6 +51,6 @@ def attend(
         c,
         num_warps=4,
         maxnreg=c.max_registers,
-        **(QUERIES_IN_REGISTERS if c.q_columns and not c.splits else FULL_REGISTERS),
+        hopper=versions.CUT_OPTIONS if c.splits else versions.PROMPT_OPTIONS,
         **({"launch_pdl": True} if c.overlap else {}),
     )

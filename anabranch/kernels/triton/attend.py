@@ -16,6 +16,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.call import AttendCall, PlanOptions, new_state
+from anabranch.kernels import versions
 from anabranch.kernels.constants import AttendProgram, StoredCodes, for_call
 from anabranch.kernels.load.arguments import Rows, boxes_of, view_arguments
 from anabranch.kernels.load.key_pairs import in_pairs
@@ -138,6 +139,7 @@ def attend_blocks(
         parts,
         None if prior is None else prior_arguments(prior),
         constants,
+        hopper=versions.DECODE_OPTIONS if view.is_plain else versions.CODE_OPTIONS,
         **program.options,
         **({"launch_pdl": True} if constants.overlap else {}),
     )
