@@ -1,10 +1,10 @@
 """Steps and prompts of quantised models: this engine and vLLM's on one GPU, in turns.
 
-    PYTHONPATH=.:SITE python benchmarks/quantised_peers.py --model llama-3.1-8b-fp8 --out FILE
+    PYTHONPATH=.:SITE python benchmarks/quantised_peers.py --out FILE
 
 SITE is a folder that vLLM was unpacked to, if it is not installed; `--peer none` does without it.
-Both engines have random weights of one configuration in `models/configs`, whose
-`quantization_config` both read, and stay on the GPU while a case runs on one of them.
+Both engines have random weights of configurations in `models/configs`, whose `quantization_config`
+both read, and stay on the GPU while a case runs on one of them.
 """
 
 from __future__ import annotations
@@ -48,52 +48,79 @@ def run_vllm(engine: Engine, case: Case, given: argparse.Namespace, seed: int) -
     return {"step_ms": found["step_ms"], "prompt_ms": prompt["total_ms"]}
 
 
+def start_peer(given: argparse.Namespace, cases: list[Case], model: str, folder: Path) -> Engine:
+    """A process of vLLM's with one model."""
+    own = argparse.Namespace(**vars(given) | {"model": model})
+    phase = Phase("quantised", cases, 0, int(given.cache_gib * 2**30))
+    options = engine_options(own, phase, given.peer, folder)
+    options["gpu_memory_utilization"] = 0.15  # that must be free at its start
+    if given.peer == "auto":
+        del options["attention_backend"]
+    return Engine(f"vllm {model}", options, given.logs / f"{model}.log")
+
+
+def start_ours(given: argparse.Namespace, cases: list[Case], model: str) -> LLM:
+    return LLM(
+        f"dummy:{model}",
+        device="cuda",
+        max_model_len=max(case.prompt for case in cases) + given.tokens + 16,
+        max_num_seqs=max(case.num_seqs for case in cases),
+        max_num_batched_tokens=given.max_num_batched_tokens,
+        kv_cache_gib=given.cache_gib,
+        prefix_caching=False,
+    )
+
+
 def measure(given: argparse.Namespace, cases: list[Case], folder: Path) -> list[dict[str, Any]]:
-    """A row for each case, engine and turn; the first turn warms up and is left out."""
-    engine: Engine | None = None
-    if given.peer != "none":
-        phase = Phase("quantised", cases, 0, int(given.cache_gib * 2**30))
-        options = engine_options(given, phase, given.peer, folder)
-        if given.peer == "auto":
-            del options["attention_backend"]
-        engine = Engine(given.peer, options, given.log)
+    """A row for each model, case, engine and turn; the first turn warms up and is left out.
+
+    All engines are started at once, and wait while one of them runs.
+    """
+    names = given.models.split(",")
+    peers: dict[str, Engine] = {}
     rows: list[dict[str, Any]] = []
     try:
-        llm = LLM(
-            f"dummy:{given.model}",
-            device="cuda",
-            max_model_len=max(case.prompt for case in cases) + given.tokens + 16,
-            max_num_seqs=max(case.num_seqs for case in cases),
-            max_num_batched_tokens=given.max_num_batched_tokens,
-            kv_cache_gib=given.cache_gib,
-            prefix_caching=False,
-        )
-        if engine is not None:
-            print(engine.receive(seconds_left(given)), f"{seconds_left(given):.0f} s left")
-        for turn in range(given.rounds + 1):
+        if given.peer != "none":
+            peers = {name: start_peer(given, cases, name, folder) for name in names}
+        ours = {name: start_ours(given, cases, name) for name in names}
+        ready: dict[str, Engine] = {}
+        for name, engine in peers.items():
+            try:
+                started = engine.receive(seconds_left(given) - 60)
+            except SystemExit as error:  # the others are measured
+                print(error, flush=True)
+                continue
+            print(name, started, f"{seconds_left(given):.0f} s left", flush=True)
+            ready[name] = engine
+        for name, turn in ((name, turn) for name in names for turn in range(given.rounds + 1)):
             for case in cases:
                 if seconds_left(given) < given.spare:
                     return rows
-                found = {"anabranch": run_ours(llm, case, given.tokens, turn)}
-                if engine is not None:
-                    found["vllm"] = run_vllm(engine, case, given, turn)
+                found = {"anabranch": run_ours(ours[name], case, given.tokens, turn)}
+                if name in ready:
+                    found["vllm"] = run_vllm(ready[name], case, given, turn)
                 if turn:
-                    rows += [{"case": str(case), "engine": e, **f} for e, f in found.items()]
-                print(turn, case, found, flush=True)
+                    about = {"model": name, "case": str(case)}
+                    rows += [{**about, "engine": e, **f} for e, f in found.items()]
+                print(name, turn, case, found, flush=True)
         return rows
     finally:
-        if engine is not None:
+        for engine in peers.values():
             engine.stop()
 
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Medians of each case; ratios of vLLM's time to ours, above 1 where ours is shorter."""
-    lines = [f"{'case':10}{'step ms, ours / vLLM':>28}{'ratio':>8}{'prompts':>26}{'ratio':>8}"]
-    for case in dict.fromkeys(row["case"] for row in rows):
-        cells = f"{case:10}"
+    lines = [f"{'':34}{'step ms, ours / vLLM':>28}{'ratio':>8}{'prompts':>26}{'ratio':>8}"]
+    for model, case in dict.fromkeys((row["model"], row["case"]) for row in rows):
+        cells = f"{model:24}{case:10}"
         for field in ("step_ms", "prompt_ms"):
             ours, theirs = (
-                [row[field] for row in rows if (row["case"], row["engine"]) == (case, name)]
+                [
+                    row[field]
+                    for row in rows
+                    if (row["model"], row["case"], row["engine"]) == (model, case, name)
+                ]
                 for name in ("anabranch", "vllm")
             )
             middle = median(theirs) if theirs else float("nan")
@@ -106,16 +133,16 @@ def table(rows: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Run both engines, print the table, write the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", default="llama-3.1-8b-fp8")
+    parser.add_argument("--models", default="llama-3.1-8b-fp8,llama-3.1-8b-int4")
     parser.add_argument("--peer", default="auto", help="a backend of vLLM, auto or none")
     parser.add_argument("--cases", default="1x1024,8x1024,64x1024")
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, default=8192)
-    parser.add_argument("--cache-gib", type=float, default=12)
+    parser.add_argument("--cache-gib", type=float, default=9.5)
     parser.add_argument("--seconds", type=float, default=300, help="for everything")
     parser.add_argument("--spare", type=float, default=15, help="seconds left to stop at")
-    parser.add_argument("--log", type=Path, default=Path(tempfile.gettempdir()) / "vllm.log")
+    parser.add_argument("--logs", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     given.eager, given.end = False, time.monotonic() + given.seconds
@@ -124,7 +151,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(given, cases, Path(folder))
     print(table(rows))
-    save_rows(given.out, header(given.model), rows)
+    save_rows(given.out, header(given.models), rows)
 
 
 if __name__ == "__main__":

@@ -44,15 +44,18 @@ def on_hopper() -> bool:
 @cache
 def teach_compiler() -> None:
     """Let Triton rewrite the PTX of kernels for Hopper that ask for it, and of no others."""
-    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.backends.nvidia.compiler import (  # pyright: ignore[reportMissingTypeStubs]
+        CUDABackend,
+    )
 
-    make: Any = CUDABackend.make_ptx
+    compiler: Any = CUDABackend
+    make: Any = compiler.make_ptx
 
     def make_ptx(backend: Any, source: Any, metadata: Any, options: Any, capability: int) -> str:
         ptx: str = make(backend, source, metadata, options, capability)
         return rewrite_ptx(ptx, options.ptx_options) if capability == 90 else ptx
 
-    CUDABackend.make_ptx = make_ptx
+    compiler.make_ptx = make_ptx
 
 
 def rewrite_ptx(ptx: str, options: str | None) -> str:
