@@ -62,8 +62,9 @@ def select_tiles(
     """
     if head_dim_k > 192 or head_dim_v > 128:
         return HopperTiles(64, 2, q_columns=0 if splits else versions.WIDE_QUERY_COLUMNS)
-    most = versions.CUT_QUERY_COLUMNS if splits else versions.QUERY_COLUMNS
-    q_columns = min(split_head_dim(head_dim_k)[0], most)
+    main = split_head_dim(head_dim_k)[0]
+    whole = versions.QUERY_COLUMNS if main > 64 else main
+    q_columns = min(main, versions.CUT_QUERY_COLUMNS if splits else whole)
     if head_dim_k <= 128 and (few_keys or (few_blocks and head_dim_k > 64)):
         return HopperTiles(64, 3, q_columns)
     if head_dim_k <= 64:  # 8 x 1024, 64/16 heads: 212 against 216 with two stages

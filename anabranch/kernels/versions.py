@@ -43,6 +43,6 @@ CODE_ROWS = since({(3, 6): 16, (3, 9): 8})
 # those that may be cut, and over latent rows.
 DECODE_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
 CODE_OPTIONS = since({(3, 6): {}, (3, 9): {}})
-PROMPT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
+PROMPT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS_NO_COPIES})
 CUT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
 LATENT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS_NO_COPIES})
