@@ -3,7 +3,8 @@
     python benchmarks/transformers_steps.py --out benchmarks/results/engine/h200-transformers.json
 
 The shape of Llama 3.1 8B with random weights. A step is the time of many tokens less that of few,
-divided by their difference; implementations take turns.
+divided by their difference; implementations take turns. Every turn has a length of its own, so that
+no step is of a length that was seen before.
 """
 
 from __future__ import annotations
@@ -56,11 +57,13 @@ def main() -> None:
     register()
     model, rows = make_model(), []
     for batch, length in ((1, 1024), (8, 1024)):
-        prompt = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
         samples: dict[str, list[float]] = {"anabranch": [], "sdpa": []}
         for turn in range(ROUNDS + 1):
+            size = (batch, length + turn * (MANY + 4))
+            prompt = torch.randint(0, model.config.vocab_size, size, device="cuda")
             for name, steps in samples.items():
                 model.set_attn_implementation(name)
+                seconds(model, prompt, FEW)
                 few, many = (seconds(model, prompt, count) for count in (FEW, MANY))
                 if turn:  # the first compiles
                     steps.append((many - few) * 1000 / (MANY - FEW))
