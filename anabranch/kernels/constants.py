@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 from anabranch.kernels.config import (
     FEW_SUMS,
@@ -140,97 +141,124 @@ class AttendProgram:
     options: dict[str, int]
 
 
+class HeadShape(NamedTuple):
+    """Heads that a kernel sees, and how long keys and values are."""
+
+    group: int  # query heads for each kv head
+    num_kv_heads: int
+    dim_k: int
+    dim_v: int
+
+
+class StoreTypes(NamedTuple):
+    """How the keys of a call are stored, and what a GPU has to read them."""
+
+    page_size: int  # 1 for contiguous keys
+    k: StoreFormat
+    v: StoreFormat
+    values_in_keys: bool = False
+    native_fp8: bool = False
+    packed: bool = False
+
+
+class PartKinds(NamedTuple):
+    """Where keys are cut into parts, and who merges them."""
+
+    fixed: bool = False
+    folded: bool = False  # fixed, and merged by the worker that holds all of a block
+    uniform: bool = False  # fixed, with a program for each
+    fused: bool = True
+
+
 @cache
 def attend_program(
     config: AttendConfig,
+    heads: HeadShape,
+    types: StoreTypes,
+    parts: PartKinds,
     *,
     causal: bool,
-    group: int,
-    num_kv_heads: int,
-    head_dim_k: int,
-    head_dim_v: int,
     num_programs: int,
-    page_size: int,
-    k_format: StoreFormat,
-    v_format: StoreFormat,
-    latent: bool = False,
-    native_fp8: bool = False,
-    packed: bool = False,
-    fixed_parts: bool = False,
-    folds_parts: bool = False,
-    uniform: bool = False,
-    fused: bool = True,
     overlap: bool = False,
     leaves_empty: bool = False,
     limit_registers: bool = True,
 ) -> AttendProgram:
     """Join a configuration with the shapes of a call."""
-    main, rest = split_head_dim(head_dim_k)
-    block_dv = max(16, power_of_two(head_dim_v))
-    one_tile = latent and is_main_tile(head_dim_k, head_dim_v)
+    one_tile = types.values_in_keys and is_main_tile(heads.dim_k, heads.dim_v)
     paired = config.paired and one_tile
-    if paired and group % config.block_m == 0:  # each block of heads as if it had its own keys
-        num_kv_heads, group = group // config.block_m, config.block_m
-    any_fixed = fixed_parts or folds_parts or uniform
-    few_sums = config.block_m * block_dv <= FEW_SUMS
-    num_workers = max(num_programs // num_kv_heads, 1)
-    most_parts = min(num_workers, MOST_PARTS) if folds_parts else UNBOUNDED
+    if paired and heads.group % config.block_m == 0:  # each block of heads with keys of its own
+        heads = heads._replace(num_kv_heads=heads.group // config.block_m, group=config.block_m)
+    tiles = _tiles_of(config, heads, types, paired)
+    sums_fit = parts.folded and tiles.block_m * tiles.block_dv <= FEW_SUMS
     constants = AttendConstants(
         causal=causal,
-        group=group,
-        num_kv_heads=num_kv_heads,
-        head_dim_k=head_dim_k,
-        head_dim_v=head_dim_v,
+        group=heads.group,
+        num_kv_heads=heads.num_kv_heads,
+        head_dim_k=heads.dim_k,
+        head_dim_v=heads.dim_v,
         overlap=overlap,
         leaves_empty=leaves_empty,
-        tiles=Tiles(
-            block_m=config.block_m,
-            block_n=config.block_n,
-            dk_main=main,
-            dk_rest=rest,
-            block_dv=block_dv,
-            keys_first=config.keys_first,
-            values_first=config.values_first,
-            lazy_peak=config.lazy_peak and latent and not config.keys_first,
-            paired=paired,
-        ),
-        division=Division(
-            num_programs=max(num_programs, num_kv_heads),
-            num_workers=num_workers,
-            block_price=0 if folds_parts else config.block_price,
-            merge_price=config.merge_price,
-            least_share=config.least_share,
-            aligned_growth=config.aligned_growth,
-            deals=config.deals and config.block_m >= 64 and (folds_parts or not any_fixed),
-            fixed_parts=any_fixed,
-            folds_parts=folds_parts,
-            closes_inside=folds_parts and few_sums,
-            uniform=uniform,
-            part_tiles=config.part_tiles,
-            most_parts=most_parts,
-            whole_rows=config.whole_rows,
-        ),
+        tiles=tiles,
+        division=_division_of(config, heads, parts, num_programs, sums_fit),
         merging=Merging(
-            fused=fused,
+            fused=parts.fused,
             fan_in=config.fan_in,
-            group_parts=config.group_parts if folds_parts and few_sums else 1,
+            group_parts=config.group_parts if sums_fit else 1,
             rows=min(config.merge_rows, config.block_m),
             batch=config.merge_batch,
         ),
         source=Source(
-            page_size=page_size,
-            k=StoreConstants(head_dim_k, k_format, has_values=one_tile),
-            v=StoreConstants(head_dim_v, v_format, has_values=True),
-            is_plain=k_format.scaling == v_format.scaling == "none" and not one_tile,
+            page_size=types.page_size,
+            k=StoreConstants(heads.dim_k, types.k, has_values=one_tile),
+            v=StoreConstants(heads.dim_v, types.v, has_values=True),
+            is_plain=types.k.scaling == types.v.scaling == "none" and not one_tile,
             one_tile=one_tile,
-            native_fp8=native_fp8,
-            packed=packed,
+            native_fp8=types.native_fp8,
+            packed=types.packed,
         ),
     )
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
     if config.max_registers is not None and limit_registers:
         options["maxnreg"] = config.max_registers
     return AttendProgram(constants, options)
+
+
+def _tiles_of(config: AttendConfig, heads: HeadShape, types: StoreTypes, paired: bool) -> Tiles:
+    main, rest = split_head_dim(heads.dim_k)
+    return Tiles(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        dk_main=main,
+        dk_rest=rest,
+        block_dv=max(16, power_of_two(heads.dim_v)),
+        keys_first=config.keys_first,
+        values_first=config.values_first,
+        lazy_peak=config.lazy_peak and types.values_in_keys and not config.keys_first,
+        paired=paired,
+    )
+
+
+def _division_of(
+    config: AttendConfig, heads: HeadShape, parts: PartKinds, num_programs: int, sums_fit: bool
+) -> Division:
+    any_fixed = parts.fixed or parts.folded or parts.uniform
+    num_workers = max(num_programs // heads.num_kv_heads, 1)
+    return Division(
+        num_programs=max(num_programs, heads.num_kv_heads),
+        num_workers=num_workers,
+        block_price=0 if parts.folded else config.block_price,
+        merge_price=config.merge_price,
+        least_share=config.least_share,
+        aligned_growth=config.aligned_growth,
+        deals=config.deals and config.block_m >= 64 and (parts.folded or not any_fixed),
+        fixed_parts=any_fixed,
+        folds_parts=parts.folded,
+        closes_inside=sums_fit,
+        uniform=parts.uniform,
+        part_tiles=config.part_tiles,
+        most_parts=min(num_workers, MOST_PARTS) if parts.folded else UNBOUNDED,
+        whole_rows=config.whole_rows,
+    )
 
 
 @dataclass(frozen=True, slots=True)
