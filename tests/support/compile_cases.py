@@ -37,13 +37,6 @@ from lengths import call_of_lengths
 from triton import knobs
 
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
-from anabranch.kernels.constants import (
-    AttendProgram,
-    HeadShape,
-    PartKinds,
-    StoreTypes,
-    attend_program,
-)
 from anabranch.kernels.gluon.kernel import OrderedWork
 from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
 from anabranch.kernels.gluon.latent_kernel import attend_latent
@@ -70,6 +63,13 @@ from anabranch.kernels.load.packed_codes import in_words
 from anabranch.kernels.parts.merge_items import merge_items
 from anabranch.kernels.parts.merge_parts import merge_parts
 from anabranch.kernels.parts.slots import Parts, StateRows
+from anabranch.kernels.programs import (
+    AttendProgram,
+    HeadShape,
+    PartKinds,
+    StoreTypes,
+    attend_program,
+)
 from anabranch.kernels.schedule.order import order, order_size
 from anabranch.kernels.schedule.schedule import schedule, schedule_size
 from anabranch.kernels.triton.append_kv import append_kv

@@ -6,14 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from anabranch.kernels.config import AttendConfig
-from anabranch.kernels.constants import (
-    AttendConstants,
-    HeadShape,
-    PartKinds,
-    StoreTypes,
-    attend_program,
-)
+from anabranch.kernels.constants import AttendConstants
 from anabranch.kernels.hopper_config import prefetch_assembly
+from anabranch.kernels.programs import HeadShape, PartKinds, StoreTypes, attend_program
 from anabranch.keys import PLAIN
 
 LATENT_DIMS = (576, 512)  # columns of a row, and of its value: two halves and 64 rotary columns

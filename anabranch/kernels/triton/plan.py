@@ -19,18 +19,18 @@ from anabranch.kernels.config import (
     is_main_tile,
     select_attend,
 )
-from anabranch.kernels.constants import (
+from anabranch.kernels.list_config import select_lists
+from anabranch.kernels.load.arguments import box_keys
+from anabranch.kernels.load.key_pairs import in_pairs
+from anabranch.kernels.load.packed_codes import words_of
+from anabranch.kernels.parts.slots import PartsLayout, lay_out_parts, num_slots
+from anabranch.kernels.programs import (
     AttendProgram,
     HeadShape,
     PartKinds,
     StoreTypes,
     attend_program,
 )
-from anabranch.kernels.list_config import select_lists
-from anabranch.kernels.load.arguments import box_keys
-from anabranch.kernels.load.key_pairs import in_pairs
-from anabranch.kernels.load.packed_codes import words_of
-from anabranch.kernels.parts.slots import OpenPlan, PartsLayout, lay_out_parts, num_slots
 from anabranch.kernels.schedule.schedule import num_blocks_bound, schedule, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list
 from anabranch.kernels.versions import CODE_ROWS, PAIRS_IN_TENSOR_MEMORY
@@ -38,7 +38,6 @@ from anabranch.kernels.versions import CODE_ROWS, PAIRS_IN_TENSOR_MEMORY
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 
 
-TritonPlan = OpenPlan[AttendProgram]
 TritonLayout = PartsLayout[AttendProgram]
 
 
