@@ -20,6 +20,7 @@ from functools import partial
 from importlib import import_module
 from io import StringIO
 from traceback import format_exc
+from unittest import mock
 
 import torch
 from compiled_launch import TARGETS, compile_launch, record, resources
@@ -72,6 +73,7 @@ from anabranch.kernels.programs import (
 )
 from anabranch.kernels.schedule.order import order, order_size
 from anabranch.kernels.schedule.schedule import schedule, schedule_size
+from anabranch.kernels.triton import expand_pages
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend import attend_blocks
 from anabranch.kernels.triton.attend_lists import attend_lists
@@ -430,6 +432,25 @@ def schedule_cases(_: int) -> Iterator[Case]:
     yield "whole storage", partial(launch, False, False, None, False)
 
 
+def expand_pages_cases(shared_memory: int) -> Iterator[Case]:
+    """One a format."""
+    recent = dict.fromkeys(("has_fp8", "has_overlap"), lambda _: shared_memory >= 227 * 1024)
+
+    def launch(name: str, dim: int, dtype: torch.dtype) -> None:
+        (k, k_scales), (v, v_scales) = (
+            empty_store(name, (64, 16, 8, dim), dtype, torch.device("meta")) for _ in range(2)
+        )
+        keys = PagedKV(k, v, ints(4, 64), ints(4), k_scales, v_scales, dtype)
+        out = [meta(4096, 8, dim, dtype=dtype) for _ in range(2)]
+        with mock.patch.multiple(expand_pages, **recent):
+            expand_pages.expand_pages(keys.stores(), keys.page_table, ints(12), 0, *out)
+
+    for name in FORMATS:
+        yield f"{name}, bfloat16", partial(launch, name, 128, BRAIN)
+    yield "q8_0, float16, 96", partial(launch, "q8_0", 96, HALF)
+    yield "fp8, float16", partial(launch, "fp8", 128, HALF)
+
+
 def attend_lists_cases(shared_memory: int) -> Iterator[Case]:
     """Every selection of tiles, over pages and a padded batch, every rule, prior states."""
     plain = Rules(causal=True, scale=0.1)
@@ -689,6 +710,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{KERNELS}.triton.attend_lists": attend_lists_cases,
     f"{KERNELS}.triton.choose_pages": choose_pages_cases,
     f"{KERNELS}.triton.draft_tree": draft_tree_cases,
+    f"{KERNELS}.triton.expand_pages": expand_pages_cases,
     f"{KERNELS}.triton.gumbel_argmax": gumbel_argmax_cases,
     f"{KERNELS}.triton.list_pages": list_pages_cases,
     f"{KERNELS}.triton.mask_tokens": mask_tokens_cases,
