@@ -281,9 +281,14 @@ def bounds_of(k_len: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("window", [None, WINDOW])
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("sinks", [None, torch.randn(6)], ids=["", "sinks"])
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_heads_of_a_step_are_sequences(
-    impl: str, padded: bool, window: int | None, monkeypatch: pytest.MonkeyPatch
+    impl: str,
+    sinks: torch.Tensor | None,
+    padded: bool,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     if torch.cuda.is_available():
         pytest.skip("the interpreter is for machines without a GPU")
@@ -298,8 +303,8 @@ def test_heads_of_a_step_are_sequences(
     layers = [make_layer(17, 32) for _ in range(2)]
     step = decode_step.begin_step(layers[0][1], spans, **rules)
     for q, k, v in layers:
-        expected = attend_masked(q, k, v, visible, **rules, sinks=None)
-        torch.testing.assert_close(step.attend(q, k, v), expected)
+        expected = attend_masked(q, k, v, visible, **rules, sinks=sinks)
+        torch.testing.assert_close(step.attend(q, k, v, sinks), expected)
 
 
 @pytest.mark.gpu

@@ -36,8 +36,8 @@ def attention(
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux}
     if attention_mask is not None and not is_spans(attention_mask):
         return attend_masked(query, key, value, attention_mask, **options), None
-    if query.shape[2] == 1 and query.is_cuda and s_aux is None:
-        out = attend_step(query, key, value, attention_mask, scale=scale, softcap=softcap)
+    if query.shape[2] == 1 and query.is_cuda:
+        out = attend_step(query, key, value, attention_mask, **options)
         if out is not None:
             return out, None
     if attention_mask is not None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from anabranch import Plan, RaggedKV, attend, make_plan
+from anabranch import AttentionState, Plan, RaggedKV, attend, make_plan
 from anabranch.attend import CALLS, kind_of
 from anabranch.launches.prepare import StateLaunches
 from anabranch.launches.recorder import describe, stream_of
@@ -61,12 +61,26 @@ class DecodeStep:
     plan: Plan | None = None
     launches: StateLaunches | None = None
 
-    def attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """The output of a layer, [num_seqs, 1, num_heads, head_dim]."""
+        out, lse = self._attend(query, key, value)
+        if sinks is not None:  # differ from head to head; a value of zero only takes its share
+            out *= torch.sigmoid(lse - sinks)[..., None]
+        return out
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> AttentionState:
         if self.launches is not None and self.plan is not None:
             before = (query, self.cu_seqlens_q, None, None, None, None)
             after = (self.plan.room, key, value, self.cu_seqlens)
-            return self.launches.run(before, None, after).out
+            return self.launches.run(before, None, after)
         q = query.view(key.shape[0] * key.shape[1], -1, query.shape[3])
         k, v = (x.view(-1, 1, x.shape[3]) for x in (key, value))
         keys = GrowingRows(k, v, self.cu_seqlens)
@@ -75,13 +89,13 @@ class DecodeStep:
                 q, keys, cu_seqlens_q=self.cu_seqlens_q, window=self.rules["window"]
             )
         state = attend(q, keys, cu_seqlens_q=self.cu_seqlens_q, plan=self.plan, **self.rules)
-        out = state.out.view(query.shape[0], 1, query.shape[1], -1)
+        tokens = query.shape[0], 1, query.shape[1]
+        out, lse = state.out.view(*tokens, -1), state.lse.view(tokens)
         if launches := self._find_launches(q, keys, self.plan):
-            strides = (query.shape[1], query.shape[1], 1)
             self.launches = launches._replace(
-                shape=tuple(out.shape), strides=out.stride(), lse_strides=strides
+                shape=tuple(out.shape), strides=out.stride(), lse_strides=lse.stride()
             )
-        return out
+        return AttentionState(out, lse)
 
     def _find_launches(
         self, q: torch.Tensor, keys: GrowingRows, plan: Plan
@@ -103,8 +117,11 @@ def attend_step(
     *,
     scale: float,
     softcap: float | None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor | None:
     """The output of a layer of a decode step; None where layers share nothing."""
+    if sinks is not None and sinks.requires_grad and torch.is_grad_enabled():
+        return None
     described = describe((query, key, value))
     stream = None if described is None else stream_of(query.device)
     if stream is None:
@@ -118,7 +135,7 @@ def attend_step(
         if len(_steps.known) >= MOST_STEPS:
             _steps.known.clear()
         _steps.known[kind] = step
-    return step.attend(query, key, value)
+    return step.attend(query, key, value, sinks)
 
 
 def begin_step(
