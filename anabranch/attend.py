@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from anabranch.call import AttendCall, check_packing, check_queries, pack_queries, shape_of
 from anabranch.check_states import check_destination, check_unshared
 from anabranch.keys import KeySource
+from anabranch.keys.source import Identity
 from anabranch.launches.prepare import StateLaunches, prepare_state
 from anabranch.launches.recorder import Kinds, are_apart, describe, record
 from anabranch.merge import merge
@@ -33,7 +34,7 @@ class KnownCall(NamedTuple):
     plans: dict[PlanKind, StateLaunches | None]  # those that were checked; None: producers run them
 
 
-CALLS = Kinds[tuple[Any, ...], KnownCall]()
+CALLS = Kinds[tuple[Hashable, ...], KnownCall]()
 
 
 def attend(
@@ -90,8 +91,7 @@ def attend(
     )
     identity, kind, known = keys.identity, None, None
     if identity is not None and not check and (described := describe(tensors)) is not None:
-        given = (causal, window, softcap, scale, impl, torch.is_grad_enabled())
-        kind = (identity.kind, described, *given)
+        kind = kind_of(identity, described, causal, window, softcap, scale, impl)
         if (known := CALLS.get(kind)) is not None:
             plan = plan or new_plan()
             read = (plan.room, *identity.tensors)
@@ -127,6 +127,11 @@ def attend(
             known = CALLS.keep(kind, KnownCall(bare, sinks_apart, {}))
         state = _attend_first(q, call, plan, out, tensors, known)
     return _merge_sinks(state, sinks) if sinks_apart else state
+
+
+def kind_of(identity: Identity, described: bytes, *options: Hashable) -> tuple[Hashable, ...]:
+    """What a call is known by."""
+    return (identity.kind, described, *options, torch.is_grad_enabled())
 
 
 def _check_sinks(q: torch.Tensor, rules: Rules) -> None:

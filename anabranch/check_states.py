@@ -52,11 +52,9 @@ def check_destination(
 
 def check_unshared(out: AttentionState, read: Mapping[str, torch.Tensor]) -> None:
     """Refuse to write memory that is still to be read."""
-    written = [("out.out", _span(out.out)), ("out.lse", _span(out.lse))]
-    for other, tensor in read.items():
-        start, stop = _span(tensor)
-        for name, (first, last) in written:
-            if first < stop and start < last:
+    for other, theirs in read.items():
+        for name, mine in (("out.out", out.out), ("out.lse", out.lse)):
+            if _overlap(mine, theirs):
                 raise ValueError(f"{name} overlaps {other}, which is still to be read")
 
 

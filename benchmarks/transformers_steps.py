@@ -3,7 +3,8 @@
     python benchmarks/transformers_steps.py --out benchmarks/results/engine/h200-transformers.json
 
 The shape of Llama 3.1 8B with random weights. A step is the time of many tokens less that of few,
-divided by their difference; implementations take turns.
+divided by their difference; implementations take turns. In the rows of new lengths, every turn has
+a prompt of its own length, so no step is of a length that was seen before.
 """
 
 from __future__ import annotations
@@ -55,18 +56,22 @@ def main() -> None:
     options = parser.parse_args()
     register()
     model, rows = make_model(), []
-    for batch, length in ((1, 1024), (8, 1024)):
-        prompt = torch.randint(0, model.config.vocab_size, (batch, length), device="cuda")
+    cases = [(batch, 1024, longer) for longer in (0, MANY + 4) for batch in (1, 8)]
+    for batch, length, longer in cases:
         samples: dict[str, list[float]] = {"anabranch": [], "sdpa": []}
         for turn in range(ROUNDS + 1):
+            size = (batch, length + turn * longer)
+            prompt = torch.randint(0, model.config.vocab_size, size, device="cuda")
             for name, steps in samples.items():
                 model.set_attn_implementation(name)
+                seconds(model, prompt, FEW)
                 few, many = (seconds(model, prompt, count) for count in (FEW, MANY))
                 if turn:  # the first compiles
                     steps.append((many - few) * 1000 / (MANY - FEW))
         times = {name: round(median(steps), 3) for name, steps in samples.items()}
         ratio = round(times["sdpa"] / times["anabranch"], 3)
-        rows.append({"case": f"{batch} x {length}", "ms a step": times, "ratio": ratio})
+        case = f"{batch} x {length}" + (", new lengths" if longer else "")
+        rows.append({"case": case, "ms a step": times, "ratio": ratio})
         print(rows[-1], flush=True)
     save_rows(options.out, header("eager steps, wall clock") | {"timing": "medians, ms"}, rows)
 

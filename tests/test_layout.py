@@ -63,6 +63,7 @@ KERNELS_READ = {
     "kernels.constants",
     "kernels.hopper_config",
     "kernels.list_config",
+    "kernels.programs",
     "kernels.versions",
     "launches",
     "launches.build_cache",

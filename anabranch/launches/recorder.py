@@ -77,6 +77,13 @@ def allocate(
     return _fast(*given, dtype)
 
 
+def stream_of(device: torch.device) -> int | None:
+    """The current stream; None while it is captured, when memory belongs to the graph."""
+    if torch.cuda.is_current_stream_capturing():
+        return None
+    return _core._cuda_getCurrentRawStream(device.index)
+
+
 class KernelStart(NamedTuple):
     """A launch as Triton took it."""
 

@@ -12,8 +12,10 @@ transformers = pytest.importorskip("transformers")
 
 from transformers.masking_utils import bidirectional_mask_function  # noqa: E402
 
+from anabranch.attend import CALLS  # noqa: E402
 from anabranch.integrations.transformers import attention as ours  # noqa: E402
-from anabranch.integrations.transformers import register  # noqa: E402
+from anabranch.integrations.transformers import decode_step, register  # noqa: E402
+from anabranch.integrations.transformers.masked import attend_masked  # noqa: E402
 from anabranch.integrations.transformers.paged_attention import paged_attention  # noqa: E402
 from anabranch.integrations.transformers.spans import is_spans, make_mask  # noqa: E402
 
@@ -259,6 +261,78 @@ def test_compiled_forward() -> None:
     with torch.inference_mode():
         actual = torch.compile(model.forward, backend="eager", fullgraph=True)(**batch).logits
     assert_logits_close(actual, expected, batch["attention_mask"].bool())
+
+
+def make_layer(k_len: int, dim_v: int, **options: Any) -> tuple[torch.Tensor, ...]:
+    """Queries of a decode step, as transformers transposes them, keys and values of its cache."""
+    q = torch.randn(len(LENS), 1, 6, 16, **options).transpose(1, 2)
+    k, v = (torch.randn(len(LENS), 2, k_len, dim, **options) for dim in (16, dim_v))
+    return q, k, v
+
+
+def bounds_of(k_len: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The first key and the end of each sequence, and the mask that says the same in bool."""
+    ends = torch.full((len(LENS), 1), k_len - 2, **options)
+    starts = ends - torch.tensor(LENS, **options)[:, None]
+    columns = torch.arange(k_len, **options)
+    mask = (columns >= starts) & (columns < ends)
+    return torch.cat([starts, ends], 1).int(), mask[:, None, None]
+
+
+@pytest.mark.parametrize("window", [None, WINDOW])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("sinks", [None, torch.randn(6)], ids=["", "sinks"])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_heads_of_a_step_are_sequences(
+    impl: str,
+    sinks: torch.Tensor | None,
+    padded: bool,
+    window: int | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    monkeypatch.setattr("anabranch.producers._default_name", lambda: impl)
+    rules: dict[str, Any] = {"scale": 0.3, "softcap": 2.0}
+    spans, visible = None, torch.ones(len(LENS), 1, 1, 17, dtype=torch.bool)
+    if padded or window:
+        bounds, visible = bounds_of(17)
+        spans = bounds[:, None, None].expand(-1, -1, window or 17, -1)
+    if window:
+        visible = visible & (torch.arange(17) >= 17 - 2 - window)
+    layers = [make_layer(17, 32) for _ in range(2)]
+    step = decode_step.begin_step(layers[0][1], spans, **rules)
+    for q, k, v in layers:
+        expected = attend_masked(q, k, v, visible, **rules, sinks=sinks)
+        torch.testing.assert_close(step.attend(q, k, v, sinks), expected)
+
+
+@pytest.mark.gpu
+def test_layers_of_a_step_share_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps of other lengths are of one kind; other spans are another step."""
+    begun, begin = list[Any](), decode_step.begin_step
+    monkeypatch.setattr(
+        decode_step, "begin_step", lambda *x, **y: begun.append(begin(*x, **y)) or begun[-1]
+    )
+    rules: dict[str, Any] = {"scale": 0.3, "softcap": None}
+    options: dict[str, Any] = {"device": "cuda", "dtype": torch.float16}
+    num_kinds = None
+    for k_len in (70, 71, 120):
+        whole = torch.ones(len(LENS), 1, 1, k_len, dtype=torch.bool, device="cuda")
+        bounds, padded = bounds_of(k_len, device="cuda")
+        for visible, rows in ((whole, None), (padded, bounds), (padded, bounds.clone())):
+            spans = None if rows is None else rows[:, None, None].expand(-1, -1, k_len, -1)
+            for _ in range(3):
+                q, k, v = make_layer(k_len, 16, **options)
+                actual = decode_step.attend_step(q, k, v, spans, **rules)
+                expected = attend_masked(
+                    *(x.float() for x in (q, k, v)), visible, **rules, sinks=None
+                )
+                torch.testing.assert_close(actual.float(), expected, rtol=2e-3, atol=2e-3)
+        num_kinds = num_kinds or len(CALLS)
+    assert len(begun) == 9
+    assert all(step.launches is not None for step in begun)
+    assert len(CALLS) == num_kinds
 
 
 @pytest.mark.gpu

@@ -20,6 +20,7 @@ from functools import partial
 from importlib import import_module
 from io import StringIO
 from traceback import format_exc
+from unittest import mock
 
 import torch
 from compiled_launch import TARGETS, compile_launch, record, resources
@@ -37,7 +38,6 @@ from lengths import call_of_lengths
 from triton import knobs
 
 from anabranch.kernels.config import AttendConfig, fit_shared_memory, select_attend
-from anabranch.kernels.constants import AttendProgram, attend_program
 from anabranch.kernels.gluon.kernel import OrderedWork
 from anabranch.kernels.gluon.latent_config import LatentTiles, latent_constants
 from anabranch.kernels.gluon.latent_kernel import attend_latent
@@ -64,8 +64,16 @@ from anabranch.kernels.load.packed_codes import in_words
 from anabranch.kernels.parts.merge_items import merge_items
 from anabranch.kernels.parts.merge_parts import merge_parts
 from anabranch.kernels.parts.slots import Parts, StateRows
+from anabranch.kernels.programs import (
+    AttendProgram,
+    HeadShape,
+    PartKinds,
+    StoreTypes,
+    attend_program,
+)
 from anabranch.kernels.schedule.order import order, order_size
 from anabranch.kernels.schedule.schedule import schedule, schedule_size
+from anabranch.kernels.triton import expand_pages
 from anabranch.kernels.triton.append_kv import append_kv
 from anabranch.kernels.triton.attend import attend_blocks
 from anabranch.kernels.triton.attend_lists import attend_lists
@@ -92,12 +100,20 @@ VOCABULARIES = ((1, 49152), (64, 128256), (8, 50257))
 SCRATCH = Parts(meta(1024), meta(1024), ints(1024))
 
 
-def program_of(config: AttendConfig, dims: tuple[int, int], **given: object) -> AttendProgram:
-    shape = {"causal": True, "group": 4, "num_kv_heads": 8}
-    formats = {"k_format": PLAIN, "v_format": PLAIN}
+def program_of(
+    config: AttendConfig,
+    dims: tuple[int, int],
+    types: StoreTypes | int,  # or the size of pages of plain keys
+    parts: PartKinds,
+    num_programs: int,
+    heads: tuple[int, int] = (4, 8),
+    **given: bool,
+) -> AttendProgram:
+    types = StoreTypes(types, PLAIN, PLAIN) if isinstance(types, int) else types
     return attend_program(
-        config, head_dim_k=dims[0], head_dim_v=dims[1], **(shape | formats | given)
-    )
+        config, HeadShape(*heads, *dims), types, parts,
+        causal=True, num_programs=num_programs, **given,
+    )  # fmt: skip
 
 
 def launch_attend(
@@ -117,10 +133,10 @@ def launch_attend(
     paged = config.block_m <= 32
     keys = PagedKV(k, v, ints(64, 16), ints(64)) if paged else DenseKV(k, v)
     overlap = shared_memory >= 227 * 1024
+    parts = PartKinds(folded=folds_parts, fused=fused)
     program = program_of(
-        config, dims, page_size=keys.page_size, num_programs=132, fused=fused, overlap=overlap,
-        leaves_empty=leaves_empty, folds_parts=folds_parts,
-    )  # fmt: skip
+        config, dims, keys.page_size, parts, 132, overlap=overlap, leaves_empty=leaves_empty
+    )
     state = AttentionState(meta(64, 32, dims[1], dtype=dtype), meta(64, 32))
     q = meta(64, 32, dims[0], dtype=dtype)
     view = keys.view()._replace(log_weights=meta(64, 16) if weighted else None)
@@ -174,12 +190,10 @@ def launch_stored(
     room = {"per_program": shared_memory, "per_sm": shared_memory, "code_words": halves}
     config = fit_shared_memory(config, *shape, **room, code_pairs=code_pairs)
     recent = shared_memory >= 227 * 1024
-    program = program_of(
-        config, dims, page_size=page_size, num_programs=132, group=rows,
-        num_kv_heads=num_kv_heads, k_format=view.k.format, v_format=view.v.format,
-        latent=view.values_in_keys, overlap=recent, native_fp8=recent, packed=packed,
-        fused=config.fused_merge,
-    )  # fmt: skip
+    formats = view.k.format, view.v.format
+    types = StoreTypes(page_size, *formats, view.values_in_keys, native_fp8=recent, packed=packed)
+    parts, heads = PartKinds(fused=config.fused_merge), (rows, num_kv_heads)
+    program = program_of(config, dims, types, parts, 132, heads, overlap=recent)
     num_heads = rows * num_kv_heads
     state = AttentionState(meta(64, num_heads, dims[1], dtype=BRAIN), meta(64, num_heads))
     q = meta(64, num_heads, dims[0], dtype=BRAIN)
@@ -385,9 +399,8 @@ def merge_parts_cases(shared_memory: int) -> Iterator[Case]:
 
     def launch(rows: int, dim: int, folds_parts: bool = False, **merging: int) -> None:
         config = AttendConfig(rows, 64, 4, 3, 2, **merging)
-        given = {"page_size": 1, "num_programs": 132, "overlap": shared_memory >= 227 * 1024}
-        given |= {"fused": False, "folds_parts": folds_parts}
-        constants = program_of(config, (dim, dim), **given).constants
+        parts, overlap = PartKinds(folded=folds_parts, fused=False), shared_memory >= 227 * 1024
+        constants = program_of(config, (dim, dim), 1, parts, 132, overlap=overlap).constants
         state = AttentionState(meta(64, 32, dim, dtype=BRAIN), meta(64, 32))
         merge_parts(state, ints(1024), SCRATCH, constants)
 
@@ -405,8 +418,8 @@ def schedule_cases(_: int) -> Iterator[Case]:
     ) -> None:
         lengths = ints(9)
         config = AttendConfig(rows, 64, num_warps=4, num_stages=3, workers_per_sm=2)
-        given = {"page_size": 16, "num_programs": 264, "folds_parts": fixed_parts}
-        constants = program_of(config, (128, 128), **given).constants
+        parts = PartKinds(folded=fixed_parts)
+        constants = program_of(config, (128, 128), 16, parts, 264).constants
         given = (lengths[1:] if seq_lens else None, lengths if cu_seqlens else None)
         call = call_of_lengths(8, lengths, *given, 4096, window)
         schedule(ints(schedule_size(8, 8, constants)), ints(64), call, constants)
@@ -417,6 +430,25 @@ def schedule_cases(_: int) -> Iterator[Case]:
     yield "packed, dealt out whole", partial(launch, False, True, None, False, rows=64)
     yield "packed, fixed parts, dealt out whole", partial(launch, False, True, None, True, rows=64)
     yield "whole storage", partial(launch, False, False, None, False)
+
+
+def expand_pages_cases(shared_memory: int) -> Iterator[Case]:
+    """One a format."""
+    recent = dict.fromkeys(("has_fp8", "has_overlap"), lambda _: shared_memory >= 227 * 1024)
+
+    def launch(name: str, dim: int, dtype: torch.dtype) -> None:
+        (k, k_scales), (v, v_scales) = (
+            empty_store(name, (64, 16, 8, dim), dtype, torch.device("meta")) for _ in range(2)
+        )
+        keys = PagedKV(k, v, ints(4, 64), ints(4), k_scales, v_scales, dtype)
+        out = [meta(4096, 8, dim, dtype=dtype) for _ in range(2)]
+        with mock.patch.multiple(expand_pages, **recent):
+            expand_pages.expand_pages(keys.stores(), keys.page_table, ints(12), 0, *out)
+
+    for name in FORMATS:
+        yield f"{name}, bfloat16", partial(launch, name, 128, BRAIN)
+    yield "q8_0, float16, 96", partial(launch, "q8_0", 96, HALF)
+    yield "fp8, float16", partial(launch, "fp8", 128, HALF)
 
 
 def attend_lists_cases(shared_memory: int) -> Iterator[Case]:
@@ -445,10 +477,8 @@ def attend_lists_cases(shared_memory: int) -> Iterator[Case]:
             group=group, num_lists=num_lists, width=640, head_dim_k=dim, head_dim_v=dim,
             itemsize=dtype.itemsize, num_sms=1024, per_program=shared_memory, per_sm=shared_memory,
         )  # fmt: skip
-        program = program_of(
-            config, (dim, dim), group=group, num_kv_heads=1, page_size=1, num_programs=1,
-            uniform=True, overlap=overlap,
-        )  # fmt: skip
+        parts = PartKinds(uniform=True)
+        program = program_of(config, (dim, dim), 1, parts, 1, (group, 1), overlap=overlap)
         state = AttentionState(meta(num_lists, group, dim, dtype=dtype), meta(num_lists, group))
         prior = None
         if num_priors:
@@ -680,6 +710,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{KERNELS}.triton.attend_lists": attend_lists_cases,
     f"{KERNELS}.triton.choose_pages": choose_pages_cases,
     f"{KERNELS}.triton.draft_tree": draft_tree_cases,
+    f"{KERNELS}.triton.expand_pages": expand_pages_cases,
     f"{KERNELS}.triton.gumbel_argmax": gumbel_argmax_cases,
     f"{KERNELS}.triton.list_pages": list_pages_cases,
     f"{KERNELS}.triton.mask_tokens": mask_tokens_cases,

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from anabranch import DenseKV, RaggedKV, attend
+from anabranch.integrations.transformers.decode_step import attend_step
 from anabranch.integrations.transformers.masked import attend_masked
 from anabranch.integrations.transformers.spans import is_spans
 
@@ -33,12 +34,15 @@ def attention(
     check_supported(query, dropout, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options: dict[str, Any] = {"scale": scale, "softcap": softcap, "sinks": s_aux}
-    if attention_mask is None:
-        causal = _is_causal(module, is_causal)
-        return _attend_whole(query, key, value, causal, options), None
-    if is_spans(attention_mask):
+    if attention_mask is not None and not is_spans(attention_mask):
+        return attend_masked(query, key, value, attention_mask, **options), None
+    if query.shape[2] == 1 and query.is_cuda:
+        out = attend_step(query, key, value, attention_mask, **options)
+        if out is not None:
+            return out, None
+    if attention_mask is not None:
         return _attend_spans(query, key, value, attention_mask, options), None
-    return attend_masked(query, key, value, attention_mask, **options), None
+    return _attend_whole(query, key, value, _is_causal(module, is_causal), options), None
 
 
 def check_supported(query: torch.Tensor, dropout: float, kwargs: dict[str, Any]) -> None:

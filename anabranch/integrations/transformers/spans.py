@@ -7,7 +7,6 @@ the queries end too. Without a sliding window, `window` is the number of keys.
 
 from __future__ import annotations
 
-import inspect
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -44,8 +43,13 @@ def make_mask(
     The arguments are those of `sdpa_mask`. What tokens of the padding get is not defined. A padding
     mask is looked at on the host, once a forward.
     """
-    window = None if _is_tracing(attention_mask) else _window(mask_function, kv_length)
+    traced = _is_tracing(attention_mask)
+    window = None if traced else _window(mask_function, kv_length)
     end = q_offset + q_length - kv_offset
+    whole = isinstance(end, int) and window is not None and end == kv_length <= window
+    whole = whole and allow_is_causal_skip and q_length in (1, kv_length)
+    if whole and (attention_mask is None or _sees_all(attention_mask, kv_length + kv_offset)):
+        return None
     # Caches of fixed size forbid to skip the mask of a decode step; anyone else who does reads it.
     fixed = isinstance(end, torch.Tensor) or mask_function is not _causal
     skips = allow_is_causal_skip or (q_length == 1 and fixed)
@@ -65,8 +69,7 @@ def make_mask(
             device=device,
             **options,
         )
-    whole = isinstance(end, int) and end == kv_length <= window and not padding.exists
-    if allow_is_causal_skip and whole and q_length in (1, kv_length):
+    if whole and not padding.exists:
         return None
     spans = torch.empty(batch_size, 1, 1, 2, dtype=torch.int32, device=device)
     spans[:, 0, 0, 0] = padding.in_front
@@ -87,7 +90,14 @@ def _window(mask_function: Any, kv_length: int) -> int | None:
 
 
 def _closed_over(function: Any) -> dict[str, Any]:
-    return dict(inspect.getclosurevars(function).nonlocals) if inspect.isfunction(function) else {}
+    names: tuple[str, ...] = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    cells: tuple[Any, ...] = getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+def _sees_all(attention_mask: torch.Tensor, num_keys: int) -> bool:
+    """Whether there is no padding, which decides about most decode steps."""
+    return attention_mask.shape[1] == num_keys and bool(attention_mask.all())
 
 
 class _Padding(NamedTuple):

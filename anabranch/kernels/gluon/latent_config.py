@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from anabranch.kernels.config import AttendConfig
-from anabranch.kernels.constants import AttendConstants, attend_program
+from anabranch.kernels.constants import AttendConstants
 from anabranch.kernels.hopper_config import prefetch_assembly
+from anabranch.kernels.programs import HeadShape, PartKinds, StoreTypes, attend_program
 from anabranch.keys import PLAIN
 
 LATENT_DIMS = (576, 512)  # columns of a row, and of its value: two halves and 64 rotary columns
@@ -104,17 +105,11 @@ def latent_constants(
     )
     program = attend_program(
         config,
+        HeadShape(num_heads // num_packs, num_packs, *LATENT_DIMS),
+        StoreTypes(page_size, PLAIN, PLAIN, values_in_keys=True),
+        PartKinds(fixed=fixed_parts),
         causal=causal,
-        group=num_heads // num_packs,
-        num_kv_heads=num_packs,
-        head_dim_k=LATENT_DIMS[0],
-        head_dim_v=LATENT_DIMS[1],
         num_programs=num_programs,
-        page_size=page_size,
-        k_format=PLAIN,
-        v_format=PLAIN,
-        latent=True,
-        fixed_parts=fixed_parts,
         overlap=overlap,
     )
     return LatentConstants(

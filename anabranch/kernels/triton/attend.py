@@ -17,13 +17,13 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.call import AttendCall, PlanOptions, new_state
 from anabranch.kernels import versions
-from anabranch.kernels.constants import AttendProgram, StoredCodes, for_call
 from anabranch.kernels.load.arguments import Rows, boxes_of, view_arguments
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import words_of
 from anabranch.kernels.parts.join import merge_groups, merge_tree
 from anabranch.kernels.parts.merge_parts import merge_parts
 from anabranch.kernels.parts.slots import Parts, StateRows, leave_part, write_rows
+from anabranch.kernels.programs import AttendProgram, StoredCodes, for_call
 from anabranch.kernels.schedule.walk import (
     Item,
     Walk,

@@ -14,10 +14,11 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.call import AttendCall
-from anabranch.kernels.constants import AttendConstants, AttendProgram, ListShape, for_call
+from anabranch.kernels.constants import AttendConstants, ListShape
 from anabranch.kernels.load.arguments import Rows, list_arguments, view_arguments
 from anabranch.kernels.parts.join import merge_tree
 from anabranch.kernels.parts.slots import OpenPlan, Parts, StateRows, leave_part, write_rows
+from anabranch.kernels.programs import AttendProgram, for_call
 from anabranch.kernels.schedule.walk import Block, Item
 from anabranch.kernels.softmax.online_softmax import finish_state
 from anabranch.kernels.triton.prior_states import prior_arguments

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +12,7 @@ from anabranch.kernels.config import power_of_two
 from anabranch.kernels.load.arguments import store_arguments
 from anabranch.kernels.load.codec import LARGEST_HALF, decode_tile
 from anabranch.kernels.triton.append_kv import StoredRows
-from anabranch.keys import KeyStore, PagedKV
-from anabranch.keys.formats import FORMATS, empty_store
+from anabranch.keys import KeyStore
 from anabranch.launches.recorder import launch
 
 BLOCK_ELEMENTS = 4096  # of keys, and as many of values, in a program
@@ -36,21 +32,7 @@ def expand_pages(
     `spans` has where each span ends among the keys, then its sequence, then by how much its keys
     stand further back in that sequence.
     """
-    can = {"native_fp8": has_fp8(k.device), "overlap": has_overlap(k.device)}
-    _expand_pages(stores, page_table, spans, first_head, k, v, **can)
-
-
-def _expand_pages(
-    stores: tuple[KeyStore, ...],
-    page_table: torch.Tensor,
-    spans: torch.Tensor,
-    first_head: int,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    native_fp8: bool,
-    overlap: bool,
-) -> None:
+    overlap = has_overlap(k.device)
     num_keys, num_heads, head_dim_k = k.shape
     rows_k = StoredRows(head_dim_k, power_of_two(head_dim_k), stores[0].format)
     rows_v = StoredRows(v.shape[2], power_of_two(v.shape[2]), stores[1].format)
@@ -58,7 +40,7 @@ def _expand_pages(
     launch(
         expand_pages_kernel,
         (triton.cdiv(num_keys * num_heads, block_rows),),
-        *(store_arguments(store, native_fp8) for store in stores),
+        *(store_arguments(store, has_fp8(k.device)) for store in stores),
         k,
         v,
         page_table,
@@ -76,27 +58,6 @@ def _expand_pages(
         num_warps=4,
         **({"launch_pdl": True} if overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors, one a format."""
-    recent = shared_bytes >= 227 * 1024
-
-    def launch_case(name: str, dim: int, dtype: torch.dtype) -> None:
-        new = partial(torch.empty, device="meta")
-        shape, ints = (64, 16, 8, dim), partial(new, dtype=torch.int32)
-        (k, k_scales), (v, v_scales) = (
-            empty_store(name, shape, dtype, torch.device("meta")) for _ in range(2)
-        )
-        keys = PagedKV(k, v, ints(4, 64), ints(4), k_scales, v_scales, dtype)
-        out = [new(4096, 8, dim, dtype=dtype) for _ in range(2)]
-        can = {"native_fp8": recent, "overlap": recent}
-        _expand_pages(keys.stores(), keys.page_table, ints(12), 0, out[0], out[1], **can)
-
-    for name in FORMATS:
-        yield f"{name}, bfloat16", partial(launch_case, name, 128, torch.bfloat16)
-    yield "q8_0, float16, 96", partial(launch_case, "q8_0", 96, torch.float16)
-    yield "fp8, float16", partial(launch_case, "fp8", 128, torch.float16)
 
 
 @triton.jit

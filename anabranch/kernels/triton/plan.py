@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from anabranch.call import AttendCall, PlanOptions
@@ -21,12 +19,18 @@ from anabranch.kernels.config import (
     is_main_tile,
     select_attend,
 )
-from anabranch.kernels.constants import AttendProgram, attend_program
 from anabranch.kernels.list_config import select_lists
 from anabranch.kernels.load.arguments import box_keys
 from anabranch.kernels.load.key_pairs import in_pairs
 from anabranch.kernels.load.packed_codes import words_of
-from anabranch.kernels.parts.slots import OpenPlan, PartsLayout, lay_out_parts, num_slots
+from anabranch.kernels.parts.slots import PartsLayout, lay_out_parts, num_slots
+from anabranch.kernels.programs import (
+    AttendProgram,
+    HeadShape,
+    PartKinds,
+    StoreTypes,
+    attend_program,
+)
 from anabranch.kernels.schedule.schedule import num_blocks_bound, schedule, schedule_size
 from anabranch.kernels.triton.attend_lists import parts_of_list
 from anabranch.kernels.versions import CODE_ROWS, PAIRS_IN_TENSOR_MEMORY
@@ -34,7 +38,6 @@ from anabranch.kernels.versions import CODE_ROWS, PAIRS_IN_TENSOR_MEMORY
 INVARIANT_PAIRS = 256  # of a middling batch, where tiles must not depend on the batch
 
 
-TritonPlan = OpenPlan[AttendProgram]
 TritonLayout = PartsLayout[AttendProgram]
 
 
@@ -44,7 +47,7 @@ def lay_out(call: AttendCall, options: PlanOptions) -> TritonLayout:
     config = _select_short_lists(call, options)
     if config is not None:
         # there is a program for each part, whatever their number
-        program = _program_of(call, config, num_programs=1, uniform=True)
+        program = _program_of(call, config, PartKinds(uniform=True), num_programs=1)
         slots = keys.num_seqs * parts_of_list(keys.capacity, program.constants)
         return _lay_out(0, slots, program)
     program = _select_program(call, options)
@@ -98,20 +101,29 @@ def _select_short_lists(call: AttendCall, options: PlanOptions) -> AttendConfig 
     )
 
 
-def _program_of(call: AttendCall, config: AttendConfig, **given: Any) -> AttendProgram:
+def _program_of(
+    call: AttendCall, config: AttendConfig, parts: PartKinds, num_programs: int, **given: bool
+) -> AttendProgram:
     """The program of a call in these tiles."""
     q, keys, view = call.queries.packed, call.keys, call.view
+    group = q.shape[1] // keys.num_kv_heads
+    is_cuda = q.is_cuda and not torch.version.hip
     return attend_program(
         config,
+        HeadShape(group, keys.num_kv_heads, keys.head_dim_k, keys.head_dim_v),
+        StoreTypes(
+            keys.page_size,
+            view.k.format,
+            view.v.format,
+            values_in_keys=view.values_in_keys,
+            native_fp8=has_fp8(q.device),
+            packed=is_cuda,
+        ),
+        parts,
         causal=call.rules.in_order,
-        group=q.shape[1] // keys.num_kv_heads,
-        num_kv_heads=keys.num_kv_heads,
-        head_dim_k=keys.head_dim_k,
-        head_dim_v=keys.head_dim_v,
-        page_size=keys.page_size,
-        k_format=view.k.format,
-        v_format=view.v.format,
+        num_programs=num_programs,
         overlap=has_overlap(q.device),
+        limit_registers=not torch.version.hip,  # AMD's compiler takes no limit
         **given,
     )
 
@@ -160,15 +172,11 @@ def _select_program(call: AttendCall, options: PlanOptions) -> AttendProgram:
         )
     if not isinstance(config, AttendConfig):
         raise ValueError(f"config must be an AttendConfig, got {type(config).__name__}")
+    fused = config.fused_merge if options.fused_merge is None else options.fused_merge
     return _program_of(
         call,
         config,
+        PartKinds(folded=options.batch_invariant, fused=fused),
         num_programs=num_sms(q.device) * config.workers_per_sm,
-        latent=latent,
-        native_fp8=has_fp8(q.device),
-        packed=q.is_cuda and not torch.version.hip,
-        folds_parts=options.batch_invariant,
-        fused=config.fused_merge if options.fused_merge is None else options.fused_merge,
         leaves_empty=options.leave_empty,
-        limit_registers=not torch.version.hip,  # AMD's compiler takes no limit
     )

@@ -16,7 +16,6 @@ from gguf.quants import quantize
 from anabranch.llm.models.gguf_metadata import open_gguf, tensor_values
 
 BLOCK, PARTS, SIZE = 256, 8, 32  # numbers of a block of Q4_K, its parts, numbers of a part
-BLOCK_BYTES = 144
 SHRINKS = (1.0, 0.95, 0.9, 0.85, 0.8)  # of the range of a part, tried
 ROWS = 1 << 14  # blocks that are encoded at a time
 HEADS = ("token_embd.weight", "output.weight")  # kept in 8 bits: an error there meets every token
