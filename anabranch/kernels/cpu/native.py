@@ -32,6 +32,7 @@ SIGNATURES = {
     "select_splits": (*[POINTER] * 2, *[LONG] * 3, INT),
     "encode_rows": (*[POINTER] * 5, INT),
     "ban_tokens": (*[POINTER] * 3, *[LONG] * 4),
+    "find_largest": (*[POINTER] * 3, LONG, LONG, INT),
     "merge_pairs": (*[POINTER] * 6, LONG, LONG),
 }
 NUMBERED = {
