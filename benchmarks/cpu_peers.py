@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -149,14 +150,20 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
         row |= {name: median(rates[batch, name]) for name in engines}
         row |= {"ratio": row[OURS] / row[PEER], "samples": {n: rates[batch, n] for n in engines}}
         rows.append(row)
-    return {
-        "bench": "cpu-peers",
+    return about() | {
         "versions": {name: engine.versions for name, engine in engines.items()},
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "python": platform.python_version()},
         "options": {"tokens": options.tokens, "rounds": options.rounds, "dtype": "float32"},
         "realtime": options.realtime,
         "rows": rows,
     }
+
+
+def about() -> dict[str, Any]:
+    """What the rows hold for."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {"bench": "cpu-peers", "commit": commit, "date": datetime.now(UTC).date().isoformat()}
 
 
 def _cpu() -> str:

@@ -6,7 +6,6 @@ import importlib.util
 import os
 import shutil
 import subprocess
-import sysconfig
 import tempfile
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
@@ -58,6 +57,8 @@ def connect_launches() -> ModuleType | None:
 def build_extension(source: Path) -> ModuleType:
     """A C file as a Python module of the same name, from the cache if it is there."""
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    import sysconfig  # seldom needed, and large
+
     header = Path(sysconfig.get_path("include"), "Python.h")
     if compiler is None or not header.exists():
         missing = (

@@ -25,6 +25,7 @@ from anabranch import (
 )
 from anabranch.kernels.cpu import native as native_module
 from anabranch.kernels.cpu import pages, waiting
+from anabranch.kernels.cpu.largest import find_largest
 from anabranch.kernels.cpu.linear import (
     F32,
     WeightPart,
@@ -38,6 +39,7 @@ from anabranch.kernels.cpu.native import native
 from anabranch.keys import KeySource
 from anabranch.llm.engine import limits
 from anabranch.llm.runner.kv_cache import LayerShape, allocate_layers
+from anabranch.llm.sampling.logits import drop_nan, row_peaks
 
 needs_compiler = pytest.mark.skipif(native() is None, reason="needs a C compiler")
 int32 = torch.int32
@@ -315,6 +317,22 @@ def test_decode_refuses_what_lies_outside_the_cache() -> None:
     keys.seq_lens[0] = 1000
     with pytest.raises(IndexError, match="sequence 0 has seq_len 1000, its storage holds 0 to 24"):
         pages.attend_pages(q, keys, starts, **options)
+
+
+@needs_compiler
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 100, 70000])
+def test_largest_of_rows(size: int) -> None:
+    """The first of several, none in a row of NaN or -inf, and NaN counts as the least."""
+    x = torch.randint(-20, 20, (9, size)).float()
+    x[1:4, size // 2] = torch.tensor([torch.nan, torch.inf, -torch.inf])
+    x[4], x[5] = torch.nan, -torch.inf
+    x[6, 0], x[7, -1] = torch.nan, 50
+    scores = drop_nan(x)
+    best = scores.argmax(1)
+    places, peaks = find_largest(x)
+    assert torch.equal(places, best)
+    torch.testing.assert_close(peaks, row_peaks(x, scores, best), equal_nan=True, rtol=0, atol=0)
+    assert len(find_largest(x[:0])[0]) == 0
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])

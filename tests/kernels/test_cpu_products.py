@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from gguf_blocks import random_part, random_rows
 from anabranch.kernels.cpu import linear as linear_module
 from anabranch.kernels.cpu.linear import (
     F32,
+    LARGE_PAGE,
     WeightPart,
     describe,
     pack,
@@ -109,6 +111,15 @@ def test_threads_share_the_outputs(name: str) -> None:
     assert torch.equal(packed_linear(x, table, 83, None), alone)
     assert torch.equal(packed_linear(x[:1], table, 83, None), alone[:1])
     del values
+
+
+def test_a_weight_that_fills_large_pages() -> None:
+    n, k = 1050, 520
+    values = torch.randn(n, k)
+    part = WeightPart(F32, n, pack(values))
+    assert part.data.nbytes > LARGE_PAGE
+    check(part, values, float_inputs=True)
+    assert torch.equal(deepcopy(part.data), part.data)
 
 
 def test_inputs_that_are_no_numbers_make_outputs_that_are_none() -> None:

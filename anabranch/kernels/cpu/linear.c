@@ -9,6 +9,7 @@
 #define ROWS 12        /* 24 vectors of sums and 2 of weights fit into 32 registers */
 #define STREAMS 4      /* panels that one row reads at a time: more reads under way */
 #define CHUNK_K 32     /* terms of a sum before it is added to the total: half the error */
+#define AHEAD 2048     /* floats: with many rows a core gets to the next reads too late by itself */
 #define MIN_SHARED_ROWS 16 /* from which threads quantise inputs together */
 #define UNROLLED(i, count) _Pragma("GCC unroll 12") for (int i = 0; i < count; i++)
 
@@ -21,7 +22,9 @@ INLINE void product(const int num_rows, const int num_panels, const float *restr
     vec sum[ROWS][2 * STREAMS] = {0};
     for (long i = start; i < stop; i++)
       UNROLLED(p, num_panels) {
-        vec low = load(w + (p * k + i) * FLOAT_PANEL), high = load(w + (p * k + i) * FLOAT_PANEL + LANES);
+        const float *from = w + (p * k + i) * FLOAT_PANEL;
+        if (num_rows > 2) __builtin_prefetch(from + AHEAD), __builtin_prefetch(from + AHEAD + LANES);
+        vec low = load(from), high = load(from + LANES);
         UNROLLED(r, num_rows) {
           sum[r][2 * p] += x[r * k + i] * low;
           sum[r][2 * p + 1] += x[r * k + i] * high;

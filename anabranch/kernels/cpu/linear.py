@@ -6,7 +6,9 @@ parts, and for every part its format, its outputs and the address of its bytes (
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -18,6 +20,7 @@ from anabranch.kernels.cpu.tiles import TILES, num_bytes
 FLOAT_PANEL = 32  # outputs that lie side by side in packed floats
 F32 = "F32"
 FLOAT_INPUTS = 2  # where a table says whether inputs stay floats
+LARGE_PAGE = 2 << 20
 
 
 class WeightPart(NamedTuple):
@@ -33,7 +36,25 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     n, k = weight.shape
     if n % FLOAT_PANEL:
         weight = functional.pad(weight, (0, 0, 0, -n % FLOAT_PANEL))
-    return weight.view(-1, FLOAT_PANEL, k).transpose(1, 2).contiguous()
+    panels = weight.view(-1, FLOAT_PANEL, k).transpose(1, 2)
+    return _empty_in_large_pages(panels.shape).copy_(panels)
+
+
+def _empty_in_large_pages(shape: Sequence[int]) -> torch.Tensor:
+    """A float32 tensor in pages of 2 MiB as far as it fills them and the system has them.
+
+    A processor reads ahead within a page only: over these, products of SmolLM2-135M take 0.96 to
+    1.01 of the time, for 1 to 12 rows.
+    """
+    size = 4 * prod(shape)
+    if size < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(*shape)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    region = mmap.mmap(-1, size + LARGE_PAGE, flags=flags)
+    start = -torch.frombuffer(region, dtype=torch.uint8).data_ptr() % LARGE_PAGE
+    region.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE * LARGE_PAGE)
+    numbers = torch.frombuffer(region, dtype=torch.float32, count=prod(shape), offset=start)
+    return numbers.view(*shape)
 
 
 def describe(parts: Sequence[WeightPart], k: int, *, float_inputs: bool) -> torch.Tensor:

@@ -32,8 +32,17 @@ SIGNATURES = {
     "select_splits": (*[POINTER] * 2, *[LONG] * 3, INT),
     "encode_rows": (*[POINTER] * 5, INT),
     "ban_tokens": (*[POINTER] * 3, *[LONG] * 4),
+    "find_largest": (*[POINTER] * 3, LONG, LONG, INT),
+    "merge_pairs": (*[POINTER] * 6, LONG, LONG),
 }
-NUMBERED = {"packed_rows", "run_layers", "attend_pages", "select_splits", "encode_rows"}
+NUMBERED = {
+    "packed_rows",
+    "run_layers",
+    "attend_pages",
+    "select_splits",
+    "encode_rows",
+    "merge_pairs",
+}
 _log = logging.getLogger(__name__)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
@@ -36,7 +36,12 @@ class TokenDecoder(NamedTuple):
 
 @lru_cache(maxsize=16)
 def token_decoder(tokenizer: Any, skip_special: bool) -> TokenDecoder:
-    """Of a fast tokenizer of transformers."""
+    """Of a fast tokenizer of transformers, or of one that needs no library."""
+    own = getattr(tokenizer, "byte_level", None)
+    if own is not None:
+        decode = partial(own.decode, skip_special_tokens=skip_special)
+        is_text = partial(own.is_text, skip_special_tokens=skip_special)
+        return TokenDecoder(decode, is_text, {}, None)
     backend = tokenizer.backend_tokenizer
     added = backend.get_added_tokens_decoder().items()
     skipped = {token for token, entry in added if entry.special} if skip_special else set[int]()

@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from decimal import Decimal
 from typing import Any, cast
 from urllib.parse import unquote
 
@@ -164,5 +163,7 @@ class _Patterns:
 
 def _digits(number: float) -> int:
     """A number without its sign, its point and zeros at the end."""
+    from decimal import Decimal  # seldom needed, and of half a megabyte
+
     digits = "".join(map(str, Decimal(str(number)).as_tuple().digits)).rstrip("0")
     return int(digits or "1")

@@ -1,4 +1,7 @@
-"""The tokenizer of a converted GGUF file, without transformers: it starts fast and small."""
+"""The tokenizer of a converted GGUF file, without transformers: it starts fast and small.
+
+Byte-level BPE needs no tokenizers library either, until something is asked that only it knows.
+"""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
@@ -8,11 +11,12 @@ import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from tokenizers import AddedToken, Tokenizer
+from anabranch.llm.models.byte_level import byte_level_tokens
 
-from anabranch.llm.models.chat_template import render_chat
+if TYPE_CHECKING:
+    from tokenizers import AddedToken, Tokenizer
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 NAMED = ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -32,16 +36,28 @@ class FileTokenizer:
 
     def __init__(self, directory: Path, config: dict[str, Any], template: str | None) -> None:
         self._directory = directory
-        self.backend_tokenizer = Tokenizer.from_file(str(directory / FILE))
-        self.backend_tokenizer.no_truncation()
-        self.backend_tokenizer.no_padding()
         self.chat_template = template
         self.special_tokens_map: dict[str, str] = {
             name: config[name] for name in NAMED if config.get(name) is not None
         }
-        added = {token.content for token in self.added_tokens_decoder.values()}
+        own = byte_level_tokens(directory / FILE)
+        is_whole = own is not None and own.added.keys() >= set(self.all_special_tokens)
+        self.byte_level = own if is_whole else None
+        if self.byte_level is None:
+            _ = self.backend_tokenizer
+
+    @cached_property
+    def backend_tokenizer(self) -> Tokenizer:
+        """That of the tokenizers library."""
+        from tokenizers import AddedToken, Tokenizer
+
+        backend = Tokenizer.from_file(str(self._directory / FILE))
+        backend.no_truncation()
+        backend.no_padding()
+        added = {token.content for token in backend.get_added_tokens_decoder().values()}
         missing = [token for token in self.all_special_tokens if token not in added]
-        self.backend_tokenizer.add_tokens([AddedToken(token, special=True) for token in missing])
+        backend.add_tokens([AddedToken(token, special=True) for token in missing])
+        return backend
 
     @property
     def added_tokens_decoder(self) -> dict[int, AddedToken]:
@@ -74,6 +90,8 @@ class FileTokenizer:
 
     def convert_tokens_to_ids(self, token: str) -> Any:
         """The id of a token, or of the unknown one."""
+        if self.byte_level is not None and token in self.byte_level.added:
+            return self.byte_level.added[token]
         found = self.backend_tokenizer.token_to_id(token)
         unknown = self.special_tokens_map.get("unk_token")
         if found is None and unknown is not None:
@@ -84,10 +102,16 @@ class FileTokenizer:
         return self.backend_tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        ids = None
+        if self.byte_level is not None:
+            ids = self.byte_level.encode(text, add_special_tokens=add_special_tokens)
+        if ids is None:
+            ids = self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        return self.backend_tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+        tokens = self.byte_level or self.backend_tokenizer
+        return tokens.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def apply_chat_template(
         self,
@@ -133,6 +157,8 @@ class FileTokenizer:
             raise ValueError(f"the tokenizer in {self._directory} has no chat template")
         if continue_final_message and add_generation_prompt:
             raise ValueError("continue_final_message and add_generation_prompt exclude each other")
+        from anabranch.llm.models.chat_template import render_chat  # jinja2 takes 3 MB
+
         field = continue_final_message
         given: dict[str, Any] = {"tools": tools, "documents": None} | self.special_tokens_map
         text = render_chat(
@@ -148,6 +174,8 @@ class FileTokenizer:
         return self._whole(*args, **options)
 
     def __len__(self) -> int:
+        if self.byte_level is not None:
+            return len(self.byte_level)
         return self.backend_tokenizer.get_vocab_size(with_added_tokens=True)
 
     def __getattr__(self, name: str) -> Any:

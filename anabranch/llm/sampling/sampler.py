@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from anabranch.kernels.cpu.largest import find_largest
+from anabranch.kernels.cpu.native import native
 from anabranch.llm.sampling.batch import (
     Array,
     Positions,
@@ -102,11 +104,17 @@ class SampleStep:
             arrays |= {"drafted_rows": rows, "earlier_drafts": drafts}
         return arrays
 
+    @property
+    def takes_largest(self) -> bool:
+        """Whether every token is that of the largest logit."""
+        changed = "biases" in self.tensors or "mask_rows" in self.tensors
+        return not (changed or self.work & (Work.DRAW | Work.PENALTIES))
+
     def process(self, logits: Tensor, counts: TokenCounts | None) -> Tensor:
         """A copy of the logits without NaN and with biases, bans and penalties."""
-        biased, masked = "biases" in self.tensors, "mask_rows" in self.tensors
-        if not (biased or masked or self.work & (Work.DRAW | Work.PENALTIES)):
+        if self.takes_largest:
             return drop_nan(logits)
+        biased, masked = "biases" in self.tensors, "mask_rows" in self.tensors
         scores = clean_scores(logits)
         if biased:
             add_biases(scores, self.tensors["bias_places"], self.tensors["biases"])
@@ -185,6 +193,12 @@ def _along(values: Tensor, path: Tensor) -> Tensor:
     return values[torch.arange(len(path), device=path.device).unsqueeze(1), path]
 
 
+def _has_kernel(logits: Tensor) -> bool:
+    """Whether one for CPUs finds the largest logits."""
+    is_plain = logits.dtype == torch.float32 and logits.is_contiguous()
+    return logits.device.type == "cpu" and is_plain and native() is not None
+
+
 class Sampler:
     """Every running request owns a row. No method waits for the device."""
 
@@ -228,10 +242,13 @@ class Sampler:
         """The next tokens of every sequence of the batch. The logits are left as they are."""
         self._check(logits, batch)
         step = SampleStep(self._rows, batch, self.device)
-        scores = step.process(logits, self._counts)
-        best = first_argmax(scores)
-        peaks = row_peaks(logits, scores, best)
-        chosen = step.choose(scores, best)
+        if step.takes_largest and _has_kernel(logits):
+            chosen, peaks = find_largest(logits)
+        else:
+            scores = step.process(logits, self._counts)
+            best = first_argmax(scores)
+            peaks = row_peaks(logits, scores, best)
+            chosen = step.choose(scores, best)
         verified = step.verify(chosen) if batch.max_drafts else None
         peaks = step.emitted(peaks, verified)
         if verified is not None:

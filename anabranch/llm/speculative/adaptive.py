@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
-from statistics import fmean, median_low
 
 MEMORY = 0.9  # weight of the past in a running mean
 RETRY_STEPS = 64  # until another number of drafts is tried
@@ -56,8 +55,10 @@ class Times:
     @property
     def value(self) -> float:
         """Milliseconds of a step."""
-        most = HELD_UP * median_low(self._last)
-        return fmean(ms for ms in self._last if ms <= most)
+        ordered = sorted(self._last)
+        most = HELD_UP * ordered[(len(ordered) - 1) // 2]
+        kept = [ms for ms in ordered if ms <= most]
+        return sum(kept) / len(kept)
 
 
 @dataclass(slots=True)

@@ -235,3 +235,13 @@ def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
     run = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
     assert not HEAVY & set(run.stdout.split())
+
+
+def test_a_prompt_of_text_needs_no_library_of_tokens_or_templates(tmp_path: Path) -> None:
+    path = str(write_gguf(tmp_path / "tiny.gguf", tiny_llama(), formats={"weight": "Q4_0"}))
+    load_model(path, device="cpu", activations=Activations.INT8)
+    script = SCRIPT.replace("llm.chat(", "# ")
+    command = [sys.executable, "-c", script, path]
+    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    assert not {"tokenizers", "jinja2"} & set(run.stdout.split())
