@@ -34,21 +34,22 @@ import torch
 HEADS, KV_HEADS, PAGE, TURNS = 32, 8, 16, 25
 TURN_US = 4000  # of a turn: a long one lowers the clock for the sides that follow
 CHOICE = "ANABRANCH_IN_TURNS_CHOICE"
-# Letters of a choice, and what is set where: of the columns of queries of prompts in registers all,
-# none, half of those of blocks that may be cut, none of 256; 16 rows of queries over Q8_0 pages.
+# Letters of a choice, and what is set in `kernels/versions.py`: columns of queries of prompts in
+# registers, all or half, also of blocks that may be cut, none of 256; what is rewritten in PTX of
+# whole blocks, of those that may be cut, of codes and of latent rows; 16 rows over Q8_0 pages.
 CHOICES = {
     "r": ("versions", "QUERY_COLUMNS", 128),
     "h": ("versions", "QUERY_COLUMNS", 64),
     "d": ("versions", "CUT_QUERY_COLUMNS", 128),
     "c": ("versions", "CUT_QUERY_COLUMNS", 64),
     "x": ("versions", "WIDE_QUERY_COLUMNS", 0),
-    "m": ("versions", "PROMPT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4 --opt-level=3"}),
-    "o": ("versions", "PROMPT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4"}),
-    "M": ("versions", "CUT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4 --opt-level=3"}),
-    "O": ("versions", "CUT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4"}),
-    "k": ("versions", "CODE_OPTIONS", {"ptx_options": "--regAllocOptLevel=4 -O3"}),
-    "l": ("versions", "LATENT_OPTIONS", {"ptx_options": "--regAllocOptLevel=4 -O3"}),
-    "e": ("versions", "DECODE_OPTIONS", {}),
+    "o": ("versions", "PROMPT_OPTIONS", "AS_WRITTEN"),
+    "w": ("versions", "PROMPT_OPTIONS", "WHOLE_DESCRIPTORS"),
+    "O": ("versions", "CUT_OPTIONS", "AS_WRITTEN"),
+    "M": ("versions", "CUT_OPTIONS", "NO_COPIES"),
+    "k": ("versions", "CODE_OPTIONS", "WHOLE_DESCRIPTORS"),
+    "l": ("versions", "LATENT_OPTIONS", "WHOLE_DESCRIPTORS"),
+    "q": ("triton.plan", "CODE_ROWS", 16),
 }
 OLDER_PTXAS = "p"  # the letter for Hopper's kernels assembled as Triton does those of older GPUs
 PEER = "peer"  # the choice that is another library
@@ -170,8 +171,10 @@ def choose(letters: str) -> None:
 
     if letters == PEER:
         return
+    ptx = import_module("anabranch.launches.hopper_ptx")
     for module, name, value in (CHOICES[x] for x in letters if x != OLDER_PTXAS):
-        setattr(import_module(f"anabranch.kernels.{module}"), name, value)
+        chosen = getattr(ptx, value) if isinstance(value, str) else value
+        setattr(import_module(f"anabranch.kernels.{module}"), name, chosen)
     if OLDER_PTXAS in letters:
         knobs.nvidia.ptxas_blackwell = knobs.nvidia.ptxas.path
 

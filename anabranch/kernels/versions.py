@@ -5,10 +5,7 @@ products on Hopper from `launches/hopper_ptx.py`), so that a new version is a ne
 CONTRIBUTING.md says what to run for one.
 """
 
-from anabranch.launches.hopper_ptx import (
-    WHOLE_DESCRIPTORS,
-    WHOLE_DESCRIPTORS_NO_COPIES,
-)
+from anabranch.launches.hopper_ptx import NO_COPIES, WHOLE_DESCRIPTORS
 from anabranch.launches.triton_version import since
 
 # Whether the compiler takes products with 8 columns of operands made in registers, as codes loaded
@@ -20,14 +17,11 @@ PAIRS_IN_TENSOR_MEMORY = since({(3, 6): True, (3, 8): False})
 # keys would go through shared memory once more (556 and not 454 instructions a tile of int8).
 NARROW_IN_WARPS = since({(3, 6): True, (3, 8): False})
 
-# How many columns of queries Hopper's prompts keep in registers: of up to 128, of those where
-# blocks may be cut, and of 256. 3.9 copies operands in registers before each product; with all
-# queries these are more than a thread has: 756 and 854 instructions a tile of 128 keys and dims in
-# the two consumers, 8 of them to local memory, against 728 in 3.6. Half of the queries leave 739
-# with the assembler that `gluon/versions.py` names. H200, us, with none, half and all in registers:
-# 1 x 8192 889, 875 and 934 (3.6: 870), 4 x 4096 985, 975 and 1028 (969); heads of 256, 1 x 4096 425
-# and, with half, 420 (414). Blocks that may be cut: a chunk of 512 at 32768 434, 449 and 453 (427),
-# 1 x 1024 25.9, 27.0 and 26.8 (26.0).
+# How many columns of queries Hopper's prompts keep in registers: of 128, of those where blocks may
+# be cut, and of 256. Heads of 64 keep all. With queries in registers, ptxas 13 computes the
+# maxima of one row while it should compute weights of the other, and a tile waits 1000 cycles for
+# its weights and not 815 (docs/hopper.md): 1 x 8192 takes 874 us with none and 940 with half (3.6:
+# 877 with all).
 QUERY_COLUMNS = since({(3, 6): 128, (3, 9): 0})
 CUT_QUERY_COLUMNS = since({(3, 6): 128, (3, 9): 0})
 WIDE_QUERY_COLUMNS = since({(3, 6): 0, (3, 9): 128})
@@ -39,10 +33,13 @@ WIDE_QUERY_COLUMNS = since({(3, 6): 0, (3, 9): 128})
 # 168).
 CODE_ROWS = since({(3, 6): 16, (3, 9): 8})
 
-# How products on Hopper are compiled: in decodes, over codes, in prompts with whole blocks, in
-# those that may be cut, and over latent rows.
+# What 3.9 leaves of products on Hopper: in decodes, in decodes over codes, in prompts with whole
+# blocks, in those where blocks may be cut, and over latent rows (launches/hopper_ptx.py). H200, the
+# speed of 3.9 over that of 3.6, as written, with whole descriptors, and without copies too: prompts
+# of 1 x 8192 0.965, 0.972, 1.003; a chunk of 512 at 32768 0.989, 0.991, 0.958; decodes of fp8
+# 1.004, 0.995, 0.957, of 1 x 8192 1.012, 1.017, 1.042; latent 1 x 8192 1.032 and, without, 1.052.
 DECODE_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
-CODE_OPTIONS = since({(3, 6): {}, (3, 9): {}})
-PROMPT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS_NO_COPIES})
+CODE_OPTIONS: dict[str, str] = {}
+PROMPT_OPTIONS = since({(3, 6): {}, (3, 9): NO_COPIES})
 CUT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
-LATENT_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS_NO_COPIES})
+LATENT_OPTIONS = since({(3, 6): {}, (3, 9): NO_COPIES})

@@ -20,7 +20,7 @@ import torch
 # To ptxas all three are the same; they tell the compiler what to rewrite.
 AS_WRITTEN = {"ptx_options": "--regAllocOptLevel=4"}
 WHOLE_DESCRIPTORS = {"ptx_options": "--regAllocOptLevel=4 -O3"}
-WHOLE_DESCRIPTORS_NO_COPIES = {"ptx_options": "--regAllocOptLevel=4 --opt-level=3"}
+NO_COPIES = {"ptx_options": "--regAllocOptLevel=4 --opt-level=3"}
 COPY = re.compile(r"\s*mov\.b32 (%r\d+), (%r\d+);")
 LEAVES = re.compile(r"\$L__BB|.*\bbra\b")
 REGISTER = re.compile(r"%rd?\d+")
@@ -61,7 +61,7 @@ def teach_compiler() -> None:
 def rewrite_ptx(ptx: str, options: str | None) -> str:
     """The same program with operands of products as the options ask for."""
     lines, gone = ptx.split("\n"), set[int]()
-    if options == WHOLE_DESCRIPTORS_NO_COPIES["ptx_options"]:
+    if options == NO_COPIES["ptx_options"]:
         gone = use_operands(lines)
     elif options != WHOLE_DESCRIPTORS["ptx_options"]:
         return ptx

@@ -9,8 +9,8 @@ import pytest
 from anabranch.launches import hopper_ptx
 from anabranch.launches.hopper_ptx import (
     AS_WRITTEN,
+    NO_COPIES,
     WHOLE_DESCRIPTORS,
-    WHOLE_DESCRIPTORS_NO_COPIES,
     rewrite_ptx,
 )
 
@@ -22,7 +22,7 @@ PRODUCT = "\twgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%r7,%r8}, {%r5
 WHOLE = f"\tcvt.u64.u32 \t%rd1, %r1;\n\tadd.s64 \t%rd2, %rd1, {UPPER + 6};\n"
 
 
-def rewritten(ptx: str, options: dict[str, str] = WHOLE_DESCRIPTORS_NO_COPIES) -> str:
+def rewritten(ptx: str, options: dict[str, str] = NO_COPIES) -> str:
     return rewrite_ptx(ptx, options["ptx_options"])
 
 
