@@ -70,7 +70,7 @@ def test_generate_with_drafts_on_a_cpu(repeats: int) -> None:
     llm = ab.LLM(source(), device="cpu", speculative=drafts)
     files = entered(lambda: llm.generate([[10, 11, 12, 10] * repeats], GREEDY))
     assert {"/llm/engine/engine.py", "/llm/speculative/ngram.py"} <= files
-    assert len(files) <= 39, sorted(files)
+    assert len(files) <= 40, sorted(files)
 
 
 @pytest.mark.gpu
