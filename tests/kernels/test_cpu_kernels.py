@@ -25,11 +25,11 @@ from anabranch import (
 )
 from anabranch.kernels.cpu import native as native_module
 from anabranch.kernels.cpu import pages, waiting
-from anabranch.kernels.cpu.largest import find_largest
 from anabranch.kernels.cpu.linear import (
     F32,
     WeightPart,
     describe,
+    find_largest,
     pack,
     packed_linear,
     rms_norm,

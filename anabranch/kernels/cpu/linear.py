@@ -1,4 +1,4 @@
-"""Products over packed weights on the CPU, and what happens to rows between them, in float32.
+"""Products over packed weights on the CPU, and what happens to rows between and after them.
 
 A packed weight is described by a table of int64: n, k, whether inputs stay floats, the number of
 parts, and for every part its format, its outputs and the address of its bytes (`matrix.h`).
@@ -119,3 +119,17 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Ten
     rows, threads = x.numel() // n, torch.get_num_threads()
     native().rms_norm(x.data_ptr(), weight.data_ptr(), y.data_ptr(), rows, n, epsilon, threads)
     return y
+
+
+def find_largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the first of the largest numbers of each row is, int64 [rows], and float32 [rows, 2].
+
+    These are that number, in which NaN counts as -inf, and the largest of the row, NaN where one
+    is. x is float32 [rows, n], contiguous.
+    """
+    rows, n = x.shape
+    places, peaks = torch.empty(rows, dtype=torch.int64), torch.empty(rows, 2)
+    native().find_largest(
+        x.data_ptr(), places.data_ptr(), peaks.data_ptr(), rows, n, torch.get_num_threads()
+    )
+    return places, peaks

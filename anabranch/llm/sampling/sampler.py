@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from anabranch.kernels.cpu.largest import find_largest
+from anabranch.kernels.cpu.linear import find_largest
 from anabranch.kernels.cpu.native import native
 from anabranch.llm.sampling.batch import (
     Array,
