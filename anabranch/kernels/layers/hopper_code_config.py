@@ -1,17 +1,19 @@
-"""With which tiles Hopper multiplies rows by codes, and how its programs share the work.
+"""With which tiles Hopper multiplies rows by codes, and when.
 
-A tile is `64 * consumers` outputs by `rows` rows. Its columns are cut into runs; a run of a tile is
-a unit of work. Programs take as many units each as others, after each other, whole tiles or not.
+A tile is `64 * consumers` outputs by `rows` rows; a run of its columns is a unit of work, and
+programs have as many units each.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import cache
 
-from anabranch.kernels.layers.quantised_config import CodeConstants
+from anabranch.kernels.layers.quantised_config import MIN_TILES, CodeConstants
 
 OUTPUTS = 64  # of a consumer
 PRODUCER_REGISTERS = 24  # of a thread
+FEWEST_ROWS = 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +22,23 @@ class CodeTiles:
 
     rows: int
     consumers: int
-    stages: int
+    stages: int  # up to 8, as there are named barriers
 
-    @property
-    def outputs(self) -> int:
-        """Of a tile."""
-        return OUTPUTS * self.consumers
+
+# For up to so many rows; not measured yet
+CODE_TILES = (
+    (32, CodeTiles(32, 2, 8)),
+    (64, CodeTiles(64, 2, 8)),
+    (256, CodeTiles(128, 2, 5)),
+    (None, CodeTiles(256, 2, 3)),
+)
+
+
+def select_code_tiles(constants: CodeConstants, num_rows: int) -> CodeTiles | None:
+    """Tiles for so many rows; None where other kernels are used."""
+    if constants.kind != "int4" or constants.short or num_rows < FEWEST_ROWS:
+        return None
+    return next(tiles for most, tiles in CODE_TILES if most is None or num_rows <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +50,7 @@ class CodeTileConstants:
     stages: int
     format: CodeConstants
     grouped: bool  # codes have scales by groups of columns, not only by output
-    split_scales: bool  # that are longer than the dtype: a rounded scale and what is left of it
+    split_scales: bool  # scales are longer than the dtype: each is a 16-bit number and its rest
     overlap: bool  # launched before the kernel ahead has ended
     waits_late: bool = True
 
@@ -45,6 +58,11 @@ class CodeTileConstants:
     def outputs(self) -> int:
         """Of a tile."""
         return OUTPUTS * self.consumers
+
+    @property
+    def size(self) -> int:
+        """Sums of a tile."""
+        return self.outputs * self.rows
 
     @property
     def threads(self) -> int:
@@ -66,3 +84,22 @@ class CodeTileConstants:
         """Of a thread: what the producer leaves."""
         rest = self.registers * (self.consumers + 1) - PRODUCER_REGISTERS
         return rest // self.consumers // 8 * 8
+
+    def num_programs(self, m: int, n: int, k: int, num_sms: int) -> int:
+        """One a processor, unless that leaves each too few units."""
+        num_tiles = -(-m // self.rows) * -(-n // self.outputs)
+        return max(min(num_sms, num_tiles * -(-k // self.format.run) // MIN_TILES), 1)
+
+
+@cache
+def code_tile_constants(
+    tiles: CodeTiles,
+    constants: CodeConstants,
+    *,
+    grouped: bool,
+    split_scales: bool,
+    overlap: bool = True,
+) -> CodeTileConstants:
+    """Join tiles with a format."""
+    given = {"grouped": grouped, "split_scales": split_scales, "overlap": overlap}
+    return CodeTileConstants(**asdict(tiles), format=constants, **given)

@@ -15,11 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from anabranch.kernels.gluon.barriers import bar_arrive
 from anabranch.kernels.gluon.versions import thread_barrier
 from anabranch.kernels.layers import hopper_code_config
-from anabranch.kernels.layers.hopper_code_copies import (
-    STAGE_FREE,
-    next_tile,
-    owner_of,
-)
+from anabranch.kernels.layers.code_units import next_tile, owners, place_of
+from anabranch.kernels.layers.hopper_code_copies import STAGE_FREE
 from anabranch.kernels.layers.hopper_consumer import halves, store_layout
 from anabranch.kernels.layers.widen_codes import widen_codes
 
@@ -164,17 +161,16 @@ def multiply_runs(
 
 
 @gluon.jit
-def join_sums(sums, sums_ptr, counters_ptr, first, last, begins, C: gl.constexpr, WG: gl.constexpr):
+def join_sums(sums, sums_ptr, counters_ptr, first, last, C: gl.constexpr, WG: gl.constexpr):
     """Leave sums of some runs of a tile; (are all there, the sums of all its programs).
 
-    A program has at most two tiles with others: the one it begins within, and the one it ends
-    within. The last to arrive adds sums up in the order of programs.
+    The last to arrive adds them up in the order of programs.
     """
     layout: gl.constexpr = sums.type.layout
+    SIZE: gl.constexpr = OUTPUTS * C.rows
     outputs = gl.arange(0, OUTPUTS, gl.SliceLayout(1, layout))[:, None]
     places = outputs * C.rows + gl.arange(0, C.rows, gl.SliceLayout(0, layout))[None, :]
-    SIZE: gl.constexpr = OUTPUTS * C.rows
-    own = (gl.program_id(0) * 2 + begins) * C.consumers + WG
+    own = place_of(gl.program_id(0), first) * C.consumers + WG
     gl.store(sums_ptr + own.to(gl.int64) * SIZE + places, sums)
     thread_barrier()  # every warp's stores come before the release below
     counter_ptr = counters_ptr + first * C.consumers + WG
@@ -184,7 +180,7 @@ def join_sums(sums, sums_ptr, counters_ptr, first, last, begins, C: gl.constexpr
         gl.store(counter_ptr, 0)
         sums = gl.zeros_like(sums)
         for program in range(first, last + 1):
-            place = (program * 2 + (program == first).to(gl.int32)) * C.consumers + WG
+            place = place_of(program, first) * C.consumers + WG
             part_ptr = sums_ptr + place.to(gl.int64) * SIZE
             sums += gl.load(part_ptr + places, cache_modifier=".cg")
     return is_last, sums
@@ -224,10 +220,8 @@ def consume_units(operands, weight, written, shapes, work, C: gl.constexpr, WG: 
         sums = multiply_runs(operands, weight, groups, stride, done, begin, count, C, WG)
         complete = True
         if count < num_runs:
-            first = owner_of(unit - begin, num_units)
-            last = owner_of(unit - begin + num_runs - 1, num_units)
-            begins = (begin == 0).to(gl.int32)
-            complete, sums = join_sums(sums, sums_ptr, counters_ptr, first, last, begins, C, WG)
+            first, last = owners(unit - begin, num_runs, num_units, gl.num_programs(0))
+            complete, sums = join_sums(sums, sums_ptr, counters_ptr, first, last, C, WG)
         if complete:
             bias = None
             if bias_ptr is not None:

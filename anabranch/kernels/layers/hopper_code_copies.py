@@ -1,4 +1,4 @@
-"""Which units of work a program of the Hopper kernel over codes has, and the copies of them."""
+"""The producer of the Hopper kernel over codes: it copies the operands of units of work."""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -7,39 +7,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from anabranch.kernels.gluon.barriers import bar_sync
 from anabranch.kernels.gluon.versions import load_box
+from anabranch.kernels.layers.code_units import next_tile
 
 STAGE_FREE = gl.constexpr(8)  # to 15: named barriers; Triton takes those up to 6
-
-
-@gluon.jit
-def own_units(m, n, k, C: gl.constexpr):
-    """What a program has of all units, which lie tile after tile, those of one output together.
-
-    Its first unit and the end; the first one's tile of outputs, tile of rows and run; then how many
-    units, runs of a tile and tiles of rows there are. Divisions take more registers than the
-    producer has.
-    """
-    row_tiles = (m + C.rows - 1) // C.rows
-    num_runs = (k + C.format.run - 1) // C.format.run
-    num_units = (n + C.outputs - 1) // C.outputs * row_tiles * num_runs
-    begin = gl.program_id(0) * num_units // gl.num_programs(0)
-    end = (gl.program_id(0) + 1) * num_units // gl.num_programs(0)
-    tile = begin // num_runs
-    return begin, end, tile // row_tiles, tile % row_tiles, begin - tile * num_runs, num_units, num_runs, row_tiles
-
-
-@gluon.jit
-def owner_of(unit, num_units):
-    """The program that has a unit."""
-    return ((unit + 1) * gl.num_programs(0) - 1) // num_units
-
-
-@gluon.jit
-def next_tile(output_tile, row_tile, row_tiles):
-    """The tile after one."""
-    row_tile += 1
-    last = row_tile == row_tiles
-    return gl.where(last, output_tile + 1, output_tile), gl.where(last, 0, row_tile)
 
 
 @gluon.jit

@@ -11,9 +11,10 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from anabranch.kernels.gluon.barriers import make_barriers
 from anabranch.kernels.layers import hopper_code_config
+from anabranch.kernels.layers.code_units import own_units
 from anabranch.kernels.layers.hopper_code_config import CodeTileConstants
 from anabranch.kernels.layers.hopper_code_consumer import consume_units
-from anabranch.kernels.layers.hopper_code_copies import own_units, produce_units
+from anabranch.kernels.layers.hopper_code_copies import produce_units
 from anabranch.kernels.layers.quantised_product import CodeArguments
 from anabranch.launches.recorder import launch
 
@@ -87,7 +88,7 @@ def hopper_codes_kernel(
     operands = (codes, x, full)
     written = (bias_ptr, y_ptr, sums_ptr, counters_ptr)
     shapes = (scales_stride, m, n)
-    work = own_units(m, n, k, C)
+    work = own_units(gl.program_id(0), gl.num_programs(0), m, n, k, C)
     source = (codes_desc, x_desc)
     REGISTERS: gl.constexpr = C.consumer_registers
     if C.consumers == 2:
