@@ -58,6 +58,7 @@ FORMATS = {
     "int8 in groups of 48": ("int8", 1, 48, True),
     "int4 shortest": ("int4", 1, 8, True),
     "int4 channel": ("int4", 1, None, False),
+    "int4 zeros of 128": ("int4", 1, 128, True),
 }
 SHAPES = [(1, 1, 8), (3, 37, 384), (16, 130, 256), (17, 64, 640), (50, 200, 200)]
 
