@@ -130,6 +130,7 @@ SPILLS = {
     },
     # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
     (HOPPER, "sm_90"): {"": 128, "every rule": 512, "256": 512},
+    (HOPPER_CODES, "sm_90"): {"256 rows": 24},  # the number of a thread, read once a tile
     (HOPPER_EXPERTS, "sm_90"): {"256 experts": 32},  # in the producer, once a tile
     (LATENT, "sm_90"): {"": 64},  # at the ends of items, and in the producer
     (ORDER, "sm_90"): {"": 16},
