@@ -131,15 +131,19 @@ def multiply_runs(
 ):
     """Sums [64 outputs, rows] over `count` runs from one on.
 
-    While one half of a run is multiplied, the next is widened into the registers of the half before
-    it. Words go through the waits, or the compiler would widen both halves at once.
+    The second half of a run is widened while the first is multiplied, and the first half of the
+    next while the second is. Scales are on their way for two runs.
     """
     codes, x, full = operands
     ROWS: gl.constexpr = C.rows
-    UNDER_WAY: gl.constexpr = C.format.parts // 2
     layout: gl.constexpr = sums_layout(ROWS)
     acc = gl.zeros([OUTPUTS, ROWS], gl.float32, layout)
+    last = begin + count - 1
     groups = load_groups(weight, own, begin, stride, C)
+    second, third = groups, groups
+    if C.grouped:
+        second = load_groups(weight, own, gl.minimum(begin + 1, last), stride, C)
+        third = load_groups(weight, own, gl.minimum(begin + 2, last), stride, C)
     words = load_words(codes, full, done, True, C, WG)
     numbers = widen_half(words, groups, x.dtype, C, 0)
     for step in range(0, count):
@@ -147,8 +151,9 @@ def multiply_runs(
         acc = issue_half(numbers, x.index(slot), acc, C, 0)
         numbers = widen_half(words, groups, x.dtype, C, 1)
         acc = issue_half(numbers, x.index(slot), acc, C, 1)
+        groups, second = second, third
         if C.grouped:
-            groups = load_groups(weight, own, begin + gl.minimum(step + 1, count - 1), stride, C)
+            third = load_groups(weight, own, gl.minimum(begin + step + 3, last), stride, C)
         words = load_words(codes, full, done + step + 1, step + 1 < count, C, WG)
         numbers = widen_half(words, groups, x.dtype, C, 0)
         if C.waits_late:
