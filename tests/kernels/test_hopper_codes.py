@@ -118,7 +118,14 @@ def test_choice() -> None:
 )
 @pytest.mark.parametrize(
     ("m", "n", "k"),
-    [(1, 8, 128), (17, 200, 256), (64, 4096, 4096), (65, 130, 640), (200, 1000, 1152), (1000, 384, 1000)],
+    [
+        (1, 8, 128),
+        (17, 200, 256),
+        (64, 4096, 4096),
+        (65, 136, 640),
+        (200, 1000, 1152),
+        (1000, 384, 1000),
+    ],
 )
 def test_product(
     name: str, scale_dtype: torch.dtype, dtype: torch.dtype, m: int, n: int, k: int
@@ -145,8 +152,7 @@ def test_product(
             continue  # too long a stage
         own = replace(tiles, stages=min(tiles.stages, 4)) if eight_bits else tiles
         c = code_tile_constants(own, constants, grouped=grouped, split_scales=split_scales)
-        for num_programs in {1, 3, c.num_programs(m, n, k, 132)}:
-            num_programs = min(num_programs, c.num_programs(m, n, 4 * k, 1 << 10))
+        for num_programs in {1, min(3, c.num_units(m, n, k)), c.num_programs(m, n, k, 132)}:
             sums = poisoned(2 * num_programs, c.size, dtype=torch.float32)
             y, again = (poisoned(m, n, dtype=dtype) for _ in range(2))
             for each in (y, again):

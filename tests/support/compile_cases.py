@@ -639,7 +639,7 @@ def hopper_code_cases(_: int) -> Iterator[Case]:
             meta(*groups, dtype=torch.int8) if zeros else None,
         )
         x, y, bias = meta(64, k, dtype=dtype), meta(64, n, dtype=dtype), meta(n, dtype=dtype)
-        hopper_codes(x, weight, bias if zeros else None, y, meta(264, c.size), ints(2048), c, 132)
+        hopper_codes(x, weight, bias if zeros else None, y, meta(200, c.size), ints(2048), c, 100)
 
     for _, tiles in CODE_TILES:
         name = f"{tiles.rows} rows"

@@ -85,10 +85,13 @@ class CodeTileConstants:
         rest = self.registers * (self.consumers + 1) - PRODUCER_REGISTERS
         return rest // self.consumers // 8 * 8
 
+    def num_units(self, m: int, n: int, k: int) -> int:
+        """Runs of all tiles."""
+        return -(-m // self.rows) * -(-n // self.outputs) * -(-k // self.format.run)
+
     def num_programs(self, m: int, n: int, k: int, num_sms: int) -> int:
         """One a processor, unless that leaves each too few units."""
-        num_tiles = -(-m // self.rows) * -(-n // self.outputs)
-        return max(min(num_sms, num_tiles * -(-k // self.format.run) // MIN_TILES), 1)
+        return max(min(num_sms, self.num_units(m, n, k) // MIN_TILES), 1)
 
 
 @cache

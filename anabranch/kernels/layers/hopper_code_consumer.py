@@ -17,7 +17,7 @@ from anabranch.kernels.gluon.versions import thread_barrier
 from anabranch.kernels.layers import hopper_code_config
 from anabranch.kernels.layers.code_units import next_tile, owners, place_of
 from anabranch.kernels.layers.hopper_code_copies import STAGE_FREE
-from anabranch.kernels.layers.hopper_consumer import halves, store_layout
+from anabranch.kernels.layers.hopper_consumer import halves, store_layout, write_columns
 from anabranch.kernels.layers.widen_codes import widen_codes
 
 OUTPUTS = gl.constexpr(hopper_code_config.OUTPUTS)
@@ -193,20 +193,20 @@ def join_sums(sums, sums_ptr, counters_ptr, first, last, C: gl.constexpr, WG: gl
 
 @gluon.jit
 def write_rows(sums, bias, y_ptr, row, output, m, n):
-    """Write sums [64 outputs, rows] from a row and an output on, some rows at a time."""
+    """Write sums [64 outputs, rows] from a row and an output on, some rows at a time.
+
+    n is a multiple of 8.
+    """
     if sums.shape[1] > WRITTEN:
         left, right = halves(sums)
         write_rows(left, bias, y_ptr, row, output, m, n)
         write_rows(right, bias, y_ptr, row + sums.shape[1] // 2, output, m, n)
     else:
-        layout: gl.constexpr = store_layout(OUTPUTS)
         if bias is not None:
             sums += gl.convert_layout(bias, gl.SliceLayout(1, sums.type.layout))[:, None]
-        y = gl.permute(sums.to(y_ptr.dtype.element_ty), (1, 0))
-        rows = row + gl.arange(0, sums.shape[1], gl.SliceLayout(1, layout))
-        outputs = output + gl.arange(0, OUTPUTS, gl.SliceLayout(0, layout))
-        pointers = y_ptr + rows.to(gl.int64)[:, None] * n + outputs[None, :]
-        gl.store(pointers, gl.convert_layout(y, layout), (rows < m)[:, None] & (outputs < n)[None, :])
+        rows = row + gl.arange(0, sums.shape[1], gl.SliceLayout(1, store_layout(OUTPUTS)))
+        starts = rows.to(gl.int64) * (n // 8)
+        write_columns(gl.permute(sums, (1, 0)), y_ptr, starts, rows < m, output, n)
 
 
 @gluon.jit

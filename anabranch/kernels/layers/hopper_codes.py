@@ -26,7 +26,7 @@ def hopper_codes(
     x: torch.Tensor,  # [m, k], contiguous rows, 16 bytes aligned
     weight: CodeArguments,
     bias: torch.Tensor | None,  # [n]
-    y: torch.Tensor,  # [m, n], contiguous
+    y: torch.Tensor,  # [m, n], contiguous; n a multiple of 8
     sums: torch.Tensor,  # float32 [2 programs, 64 consumers * rows]
     counters: torch.Tensor,  # int32, 0: one a consumer
     constants: CodeTileConstants,
@@ -34,6 +34,7 @@ def hopper_codes(
 ) -> None:
     """Write x @ weight.T + bias into `y`."""
     (m, k), n, c = x.shape, y.shape[1], constants
+    assert num_programs <= c.num_units(m, n, k)  # a tile is complete when all its programs came
     launch(
         hopper_codes_kernel,
         (num_programs,),
