@@ -28,6 +28,7 @@ APPEND = "anabranch.kernels.triton.append_kv"
 ATTEND = "anabranch.kernels.triton.attend"
 CODE_EXPERTS = "anabranch.kernels.layers.quantised_experts"
 EXPERTS = "anabranch.kernels.layers.expert_product"
+HOPPER_CODES = "anabranch.kernels.layers.hopper_codes"
 HOPPER_EXPERTS = "anabranch.kernels.layers.hopper_experts"
 HOPPER = "anabranch.kernels.gluon.kernel"
 LISTS = "anabranch.kernels.triton.attend_lists"
@@ -130,6 +131,7 @@ SPILLS = {
     },
     # Outside of the loop: at the ends of items, and in the producers, which have 24 registers
     (HOPPER, "sm_90"): {"": 128, "every rule": 512, "256": 512},
+    (HOPPER_CODES, "sm_90"): {"256 rows": 24},  # the number of a thread, read once a tile
     (HOPPER_EXPERTS, "sm_90"): {"256 experts": 32},  # in the producer, once a tile
     (LATENT, "sm_90"): {"": 64},  # at the ends of items, and in the producer
     (ORDER, "sm_90"): {"": 16},
@@ -227,7 +229,7 @@ MODULES = {
     if path.parent.name != "cpu"
     and (kernels := {name for name in functions_in(path) if name.endswith("_kernel")})
 }
-HOPPER_ONLY = {HOPPER, HOPPER_EXPERTS, LATENT, ORDER, SCALED}
+HOPPER_ONLY = {HOPPER, HOPPER_CODES, HOPPER_EXPERTS, LATENT, ORDER, SCALED}
 
 
 def compiled_for(module: str, target: str) -> bool:
@@ -313,6 +315,7 @@ def test_kernels_fit(module: str, target: str, compiler: Compiler) -> None:
         assert case.get("products_follow_each_other", True), case
         assert case.get("loops_stay_in_registers", True), case
         assert case.get("loops_overlap_products", True), case
+        assert case.get("loops_widen_before_they_wait", True), case
         assert case.get("prefetches_every_map", True), case
     widths = {case["case"]: set(case["load_bytes"]) for case in cases}
     for name, expected in LOADS.get(module, {}).items():

@@ -58,6 +58,7 @@ FORMATS = {
     "int8 in groups of 48": ("int8", 1, 48, True),
     "int4 shortest": ("int4", 1, 8, True),
     "int4 channel": ("int4", 1, None, False),
+    "int4 zeros of 128": ("int4", 1, 128, True),
 }
 SHAPES = [(1, 1, 8), (3, 37, 384), (16, 130, 256), (17, 64, 640), (50, 200, 200)]
 
@@ -412,13 +413,14 @@ def test_e4m3_inputs(name: str, m: int) -> None:
 
 
 @pytest.mark.gpu
-def test_graph_with_other_inputs() -> None:
+@pytest.mark.parametrize("rows", [4, 64])
+def test_graph_with_other_inputs(rows: int) -> None:
     """Columns are split, and kernels that overlap wait for each other."""
     weights = [QuantisedWeight(random_codes("int4", 4096, 4096)) for _ in range(3)]
     linears = [torch.nn.Linear(4096, 4096, bias=False, device="meta") for _ in weights]
     for linear, weight in zip(linears, weights, strict=True):
         set_quantised(linear, weight)
-    x = torch.zeros(4, 4096, dtype=BRAIN, device="cuda")
+    x = torch.zeros(rows, 4096, dtype=BRAIN, device="cuda")
     layers = torch.nn.Sequential(*linears)
     layers(x)
     graph = torch.cuda.CUDAGraph()

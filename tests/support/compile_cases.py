@@ -29,6 +29,7 @@ from hot_loop import (
     loops_join_no_halves,
     loops_overlap_products,
     loops_stay_in_registers,
+    loops_widen_before_they_wait,
     products_follow_each_other,
     serialised,
     tiles_stay_in_registers,
@@ -54,6 +55,12 @@ from anabranch.kernels.layers.expert_config import (
 from anabranch.kernels.layers.expert_order import order_experts
 from anabranch.kernels.layers.expert_product import gate_experts, project_experts
 from anabranch.kernels.layers.expert_sum import sum_experts
+from anabranch.kernels.layers.hopper_code_config import (
+    CODE_TILES,
+    CodeTiles,
+    code_tile_constants,
+)
+from anabranch.kernels.layers.hopper_codes import hopper_codes
 from anabranch.kernels.layers.quantised_config import CodeConstants, RowsConfig, every_rows_config
 from anabranch.kernels.layers.quantised_product import CodeArguments
 from anabranch.kernels.layers.quantised_rows import quantised_rows
@@ -637,6 +644,45 @@ def hopper_expert_cases(_: int) -> Iterator[Case]:
     yield "odd widths, gated", partial(launch, 1000, 904, 5, HALF, True)
 
 
+def hopper_code_cases(_: int) -> Iterator[Case]:
+    """Every tile; zeros, long scales, a bias, other formats and widths of no tile."""
+    int4 = CodeConstants("int4", 1, 128)
+
+    def launch(
+        tiles: CodeTiles,
+        constants: CodeConstants,
+        dtype: torch.dtype,
+        scale_dtype: torch.dtype,
+        *,
+        n: int = 4096,
+        k: int = 4096,
+        zeros: bool = False,
+    ) -> None:
+        grouped = constants.group_k < k
+        split = grouped and scale_dtype != dtype
+        c = code_tile_constants(tiles, constants, grouped=grouped, split_scales=split)
+        words = meta(n, -(-k // constants.run) * constants.words, dtype=torch.int16)
+        groups = -(-k // constants.group_k), -(-n // constants.group_n)
+        weight = CodeArguments(
+            words,
+            meta(*groups, dtype=scale_dtype),
+            meta(*groups, dtype=torch.int8) if zeros else None,
+        )
+        x, y, bias = meta(64, k, dtype=dtype), meta(64, n, dtype=dtype), meta(n, dtype=dtype)
+        hopper_codes(x, weight, bias if zeros else None, y, meta(200, c.size), ints(2048), c, 100)
+
+    for _, tiles in CODE_TILES:
+        name = f"{tiles.rows} rows"
+        yield name, partial(launch, tiles, int4, BRAIN, BRAIN)
+        yield f"{name}, zeros", partial(launch, tiles, int4, HALF, SINGLE, zeros=True)
+    few = CODE_TILES[0][1]
+    yield "odd widths", partial(launch, few, int4, HALF, HALF, n=1000, k=904)
+    for kind in ("fp8", "int8"):
+        whole, blocks = CodeConstants(kind, 1, 4096), CodeConstants(kind, 128, 128)
+        yield f"{kind}", partial(launch, few, whole, BRAIN, SINGLE)
+        yield f"{kind} in blocks", partial(launch, few, blocks, BRAIN, BRAIN)
+
+
 def expert_product_cases(shared_memory: int) -> Iterator[Case]:
     """Every configuration, both products of DeepSeek-V2-Lite, and widths of no tile."""
 
@@ -699,6 +745,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{KERNELS}.layers.expert_order": expert_order_cases,
     f"{KERNELS}.layers.expert_product": expert_product_cases,
     f"{KERNELS}.layers.expert_sum": expert_sum_cases,
+    f"{KERNELS}.layers.hopper_codes": hopper_code_cases,
     f"{KERNELS}.layers.hopper_experts": hopper_expert_cases,
     f"{KERNELS}.layers.quantised_rows": quantised_rows_cases,
     f"{KERNELS}.parts.merge_items": merge_items_cases,
@@ -727,6 +774,7 @@ LOOPS = {
     ),
     "attend_latent_kernel": (loops_stay_in_registers,),
     "expert_rows_kernel": (loops_stay_in_registers, loops_overlap_products),
+    "hopper_codes_kernel": (loops_stay_in_registers, loops_widen_before_they_wait),
 }
 
 

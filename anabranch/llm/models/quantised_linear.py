@@ -10,6 +10,11 @@ from torch import nn
 from torch.nn import functional
 
 from anabranch.device import capability, has_overlap, num_sms, shared_memory
+from anabranch.kernels.layers.hopper_code_config import (
+    CodeTiles,
+    code_tile_constants,
+    select_code_tiles,
+)
 from anabranch.kernels.layers.quantised_config import (
     CodeConstants,
     RowsConfig,
@@ -27,9 +32,10 @@ if TYPE_CHECKING:
 class QuantisedLinear(nn.Linear):
     """nn.Linear over a quantised weight, which is nowhere else.
 
-    Up to 256 rows are multiplied by codes that are widened in registers. For more the weight is
-    expanded into memory of the call, unless the checkpoint's inputs are e4m3: those of more than 32
-    rows are quantised, where the GPU multiplies such numbers.
+    Rows are multiplied by codes that are widened in registers: up to 256, and on Hopper any number
+    with int4. For more the weight is expanded into memory of the call, unless the checkpoint's
+    inputs are e4m3: those of more than 32 rows are quantised, where the GPU multiplies such
+    numbers.
     """
 
     quantised: QuantisedWeight
@@ -91,6 +97,8 @@ def _linear(
     else:
         if fp8_inputs and takes_e4m3(rows, n, constants):
             y = e4m3_product(rows, words, scales, counters, bias, constants)
+        elif (tiles := _hopper_tiles(rows, n, constants)) is not None:
+            y = _by_tiles(rows, weight, counters, bias, constants, tiles)
         else:
             y = _by_codes(rows, weight, counters, bias, constants)
         y = _gate(y) if gated else y
@@ -117,6 +125,36 @@ def _by_rows(
     y = x.new_empty(len(x), len(weight.words) // (2 if gated else 1))
     config = replace(config, overlap=has_overlap(x.device))
     quantised_rows(x, weight, bias, y, constants, config, gated=gated)
+    return y
+
+
+def _hopper_tiles(x: torch.Tensor, n: int, constants: CodeConstants) -> CodeTiles | None:
+    """Tiles of the Hopper kernel, which copies boxes of rows and writes 8 outputs at a time."""
+    if capability(x.device)[0] != 9 or x.element_size() != 2:
+        return None
+    if n % 8 or x.shape[1] % 8 or x.data_ptr() % 16:
+        return None
+    return select_code_tiles(constants, len(x))
+
+
+def _by_tiles(
+    x: torch.Tensor,
+    weight: CodeArguments,
+    counters: torch.Tensor,
+    bias: torch.Tensor | None,
+    constants: CodeConstants,
+    tiles: CodeTiles,
+) -> torch.Tensor:
+    from anabranch.kernels.layers.hopper_codes import hopper_codes
+
+    (m, k), n = x.shape, len(weight.words)
+    grouped = constants.group_k < k
+    split_scales = grouped and weight.scales.dtype != x.dtype
+    c = code_tile_constants(tiles, constants, grouped=grouped, split_scales=split_scales)
+    num_programs = c.num_programs(m, n, k, num_sms(x.device))
+    sums = torch.empty(2 * num_programs, c.size, dtype=torch.float32, device=x.device)
+    y = x.new_empty(m, n)
+    hopper_codes(x, weight, bias, y, sums, counters, c, num_programs)
     return y
 
 
