@@ -13,7 +13,6 @@ from anabranch.kernels.layers.quantised_config import MIN_TILES, CodeConstants
 
 OUTPUTS = 64  # of a consumer
 PRODUCER_REGISTERS = 24  # of a thread
-FEWEST_ROWS = 17
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +24,26 @@ class CodeTiles:
     stages: int  # up to 8, as there are named barriers
 
 
-# For up to so many rows; not measured yet
-CODE_TILES = (
-    (32, CodeTiles(32, 2, 8)),
-    (64, CodeTiles(64, 2, 8)),
-    (256, CodeTiles(128, 2, 5)),
-    (None, CodeTiles(256, 2, 3)),
-)
+# From and up to so many rows. Below, and for weights that leave a program too few units, the tiles
+# of quantised_config.py are as fast; above, expanding the weight once is.
+LEAST_ROWS, MOST_ROWS, LEAST_UNITS = 65, 512, 16
+TILES = CodeTiles(128, 2, 5)
 
 
-def select_code_tiles(constants: CodeConstants, num_rows: int) -> CodeTiles | None:
-    """Tiles for so many rows; None where other kernels are used."""
-    if constants.kind != "int4" or constants.short or num_rows < FEWEST_ROWS:
+def select_code_tiles(
+    constants: CodeConstants, m: int, n: int, k: int, num_sms: int
+) -> CodeTiles | None:
+    """Tiles for so many rows and a weight [n, k]; None where other kernels are used."""
+    if constants.kind != "int4" or constants.short or not LEAST_ROWS <= m <= MOST_ROWS:
         return None
-    return next(tiles for most, tiles in CODE_TILES if most is None or num_rows <= most)
+    num_tiles = -(-m // TILES.rows) * -(-n // (OUTPUTS * TILES.consumers))
+    units = num_tiles * -(-k // constants.run)
+    return TILES if units >= LEAST_UNITS * share_tiles(num_tiles, num_sms) else None
+
+
+def share_tiles(num_tiles: int, num_sms: int) -> int:
+    """Programs, one a processor at most, so that each tile has as many where tiles are few."""
+    return num_sms if num_tiles >= num_sms else num_sms // num_tiles * num_tiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +95,10 @@ class CodeTileConstants:
         return -(-m // self.rows) * -(-n // self.outputs) * -(-k // self.format.run)
 
     def num_programs(self, m: int, n: int, k: int, num_sms: int) -> int:
-        """One a processor, unless that leaves each too few units."""
-        return max(min(num_sms, self.num_units(m, n, k) // MIN_TILES), 1)
+        """As tiles are shared, but with so many units each that are worth joining."""
+        num_tiles = -(-m // self.rows) * -(-n // self.outputs)
+        units = self.num_units(m, n, k)
+        return max(min(share_tiles(num_tiles, num_sms), units // MIN_TILES), 1)
 
 
 @cache

@@ -134,7 +134,7 @@ def _hopper_tiles(x: torch.Tensor, n: int, constants: CodeConstants) -> CodeTile
         return None
     if n % 8 or x.shape[1] % 8 or x.data_ptr() % 16:
         return None
-    return select_code_tiles(constants, len(x))
+    return select_code_tiles(constants, len(x), n, x.shape[1], num_sms(x.device))
 
 
 def _by_tiles(
