@@ -15,8 +15,11 @@ from torch.nn import functional
 from anabranch.device import capability
 from anabranch.kernels.layers.code_units import next_tile, own_units, owners, place_of
 from anabranch.kernels.layers.hopper_code_config import (
-    CODE_TILES,
-    FEWEST_ROWS,
+    LEAST_ROWS,
+    NARROW,
+    SQUARE,
+    TALL,
+    WIDE,
     CodeTileConstants,
     CodeTiles,
     code_tile_constants,
@@ -30,6 +33,8 @@ from anabranch.llm.models.quantised_weight import QuantisedWeight
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 IS_HOPPER = DEVICE == "cuda" and capability(torch.device("cuda", 0))[0] == 9
 INT4 = CodeConstants("int4", 1, 128)
+TILES = (NARROW, WIDE, SQUARE, TALL)
+SIZES = (LEAST_ROWS - 1, 64, 128, 256, 512, 1024)
 
 
 def constants_of(tiles: CodeTiles) -> CodeTileConstants:
@@ -80,7 +85,7 @@ def test_programs_share_every_unit(m: int, n: int, k: int, num_programs: int) ->
         assert {each[5] // 2 for each in own} == set(range(own[0][3], own[0][4] + 1))
 
 
-@pytest.mark.parametrize("tiles", [tiles for _, tiles in CODE_TILES])
+@pytest.mark.parametrize("tiles", TILES)
 def test_tiles_fit(tiles: CodeTiles) -> None:
     c = constants_of(tiles)
     assert tiles.stages <= 8  # named barriers
@@ -90,13 +95,24 @@ def test_tiles_fit(tiles: CodeTiles) -> None:
 
 
 def test_choice() -> None:
-    assert select_code_tiles(INT4, FEWEST_ROWS - 1) is None
-    assert select_code_tiles(CodeConstants("int4", 1, 32), 64) is None
-    assert select_code_tiles(CodeConstants("fp8", 1, 4096), 64) is None
-    rows = [select_code_tiles(INT4, m) for m in (17, 64, 256, 1024)]
-    assert rows == [tiles for _, tiles in CODE_TILES]
-    c = constants_of(CODE_TILES[1][1])
+    weights = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
+    chosen = {m: [select_code_tiles(INT4, m, *w, 132) for w in weights] for m in SIZES}
+    assert chosen[LEAST_ROWS - 1] == [None] * 4
+    assert chosen[64] == [NARROW, NARROW, WIDE, NARROW]
+    assert chosen[128] == [NARROW, NARROW, SQUARE, SQUARE]
+    assert chosen[256] == [SQUARE, SQUARE, TALL, SQUARE]
+    assert chosen[512] == [TALL, SQUARE, TALL, SQUARE]
+    assert chosen[1024] == [None, None, TALL, TALL]
+    assert select_code_tiles(CodeConstants("int4", 1, 32), 64, 4096, 4096, 132) is None
+    assert select_code_tiles(CodeConstants("fp8", 1, 4096), 64, 4096, 4096, 132) is None
+
+
+def test_programs() -> None:
+    """Tiles that are fewer than processors have as many programs each."""
+    c = constants_of(NARROW)
     assert c.num_programs(64, 28672, 4096, 132) == 132
+    assert c.num_programs(64, 6144, 4096, 132) == 96
+    assert c.num_programs(64, 4096, 4096, 132) == 128
     assert c.num_programs(64, 64, 1024, 132) == 2
 
 
@@ -147,7 +163,7 @@ def test_product(
     expected = functional.linear(x.double(), w, None if bias is None else bias.double())
     by_torch = functional.linear(x, w.to(dtype), bias)
     eight_bits = kind != "int4"
-    for _, tiles in CODE_TILES:
+    for tiles in TILES:
         if eight_bits and tiles.rows == 256:
             continue  # too long a stage
         own = replace(tiles, stages=min(tiles.stages, 4)) if eight_bits else tiles

@@ -56,7 +56,10 @@ from anabranch.kernels.layers.expert_order import order_experts
 from anabranch.kernels.layers.expert_product import gate_experts, project_experts
 from anabranch.kernels.layers.expert_sum import sum_experts
 from anabranch.kernels.layers.hopper_code_config import (
-    CODE_TILES,
+    NARROW,
+    SQUARE,
+    TALL,
+    WIDE,
     CodeTiles,
     code_tile_constants,
 )
@@ -671,11 +674,11 @@ def hopper_code_cases(_: int) -> Iterator[Case]:
         x, y, bias = meta(64, k, dtype=dtype), meta(64, n, dtype=dtype), meta(n, dtype=dtype)
         hopper_codes(x, weight, bias if zeros else None, y, meta(200, c.size), ints(2048), c, 100)
 
-    for _, tiles in CODE_TILES:
-        name = f"{tiles.rows} rows"
+    for tiles in (NARROW, WIDE, SQUARE, TALL):
+        name = f"{tiles.rows} rows, {tiles.consumers} consumers"
         yield name, partial(launch, tiles, int4, BRAIN, BRAIN)
         yield f"{name}, zeros", partial(launch, tiles, int4, HALF, SINGLE, zeros=True)
-    few = CODE_TILES[0][1]
+    few = replace(NARROW, rows=32)
     yield "odd widths", partial(launch, few, int4, HALF, HALF, n=1000, k=904)
     for kind in ("fp8", "int8"):
         whole, blocks = CodeConstants(kind, 1, 4096), CodeConstants(kind, 128, 128)

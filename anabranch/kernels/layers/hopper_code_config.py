@@ -24,21 +24,32 @@ class CodeTiles:
     stages: int  # up to 8, as there are named barriers
 
 
-# From and up to so many rows. Below, and for weights that leave a program too few units, the tiles
-# of quantised_config.py are as fast; above, expanding the weight once is.
-LEAST_ROWS, MOST_ROWS, LEAST_UNITS = 65, 512, 16
-TILES = CodeTiles(128, 2, 5)
+# Microseconds beside tiles are of an H200, int4 in groups of 128, weights as in Llama-3.1-8B in the
+# order 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, and in brackets those without this
+# kernel (`benchmarks/results/linear/h200-int4-tiles.json`).
+LEAST_ROWS = 33  # up to 32, the tiles of quantised_config.py are as fast
+SMALL = 1 << 25  # numbers of a weight that is expanded as fast as it is multiplied, from
+MANY_ROWS = 768  # rows on
+NARROW, WIDE, SQUARE, TALL = (
+    CodeTiles(64, 2, 8),  # 64 rows: 14.8, 13.1, ., 24.7 (18.4, 18.9, 40.7, 29.6)
+    CodeTiles(64, 4, 6),  # 64 rows: ., ., 35.6, .
+    CodeTiles(128, 2, 5),  # 256 rows: 26.8, 22.0, ., 53.0 (39.5, 25.4, 160, 66.5)
+    CodeTiles(256, 2, 3),  # 256: 103 of the third; 1024: 339, 186 of the last two (399, 199)
+)
 
 
 def select_code_tiles(
     constants: CodeConstants, m: int, n: int, k: int, num_sms: int
 ) -> CodeTiles | None:
     """Tiles for so many rows and a weight [n, k]; None where other kernels are used."""
-    if constants.kind != "int4" or constants.short or not LEAST_ROWS <= m <= MOST_ROWS:
+    if constants.kind != "int4" or constants.short or m < LEAST_ROWS:
         return None
-    num_tiles = -(-m // TILES.rows) * -(-n // (OUTPUTS * TILES.consumers))
-    units = num_tiles * -(-k // constants.run)
-    return TILES if units >= LEAST_UNITS * share_tiles(num_tiles, num_sms) else None
+    if m <= 64:
+        return WIDE if n >= 128 * num_sms else NARROW
+    if n * k <= SMALL and (m <= 128 or m > MANY_ROWS):
+        return NARROW if m <= 128 else None
+    tall = -(-m // TALL.rows) * -(-n // 128)
+    return TALL if m > 128 and 3 * tall >= 2 * num_sms else SQUARE
 
 
 def share_tiles(num_tiles: int, num_sms: int) -> int:
@@ -57,7 +68,6 @@ class CodeTileConstants:
     grouped: bool  # codes have scales by groups of columns, not only by output
     split_scales: bool  # scales are longer than the dtype: each is a 16-bit number and its rest
     overlap: bool  # launched before the kernel ahead has ended
-    waits_late: bool = True
 
     @property
     def outputs(self) -> int:

@@ -31,11 +31,6 @@ def sums_layout(rows):
 
 
 @gluon.jit
-def wait_full(full, done, exists, C: gl.constexpr):
-    mbarrier.wait(full.index(done % C.stages), (done // C.stages) & 1, pred=exists)
-
-
-@gluon.jit
 def load_words(codes, full, done, exists, C: gl.constexpr, WG: gl.constexpr):
     """Words of one run of this consumer's outputs, as the matrix unit takes its left operand."""
     layout: gl.constexpr = gl.DotOperandLayout(0, sums_layout(C.rows), 2)
@@ -156,8 +151,6 @@ def multiply_runs(
             third = load_groups(weight, own, gl.minimum(begin + step + 3, last), stride, C)
         words = load_words(codes, full, done + step + 1, step + 1 < count, C, WG)
         numbers = widen_half(words, groups, x.dtype, C, 0)
-        if C.waits_late:
-            wait_full(full, done + step + 1, step + 1 < count, C)
         acc = warpgroup_mma_wait(0, [acc])
         bar_arrive(STAGE_FREE + slot, C.threads)
     if not C.grouped:
