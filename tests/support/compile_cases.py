@@ -29,7 +29,6 @@ from hot_loop import (
     loops_join_no_halves,
     loops_overlap_products,
     loops_stay_in_registers,
-    loops_widen_before_they_wait,
     products_follow_each_other,
     serialised,
     tiles_stay_in_registers,
@@ -777,7 +776,7 @@ LOOPS = {
     ),
     "attend_latent_kernel": (loops_stay_in_registers,),
     "expert_rows_kernel": (loops_stay_in_registers, loops_overlap_products),
-    "hopper_codes_kernel": (loops_stay_in_registers, loops_widen_before_they_wait),
+    "hopper_codes_kernel": (loops_stay_in_registers,),
 }
 
 

@@ -65,16 +65,6 @@ def loops_overlap_products(cubin: bytes) -> bool:
     return waits == [["0x1"], ["0x1"]]
 
 
-def loops_widen_before_they_wait(cubin: bytes) -> bool:
-    """Whether both loops that multiply matrices widen codes while products are under way."""
-    for body in _product_loops(cubin):
-        waits = [i for i, line in enumerate(body) if "DEPBAR.LE gsb0, 0x0" in line]
-        widened = [i for i, line in enumerate(body) if re.search(r"\b(HFMA2|HADD2|HMUL2)", line)]
-        if len(waits) != 1 or max(widened, default=0) > waits[0]:
-            return False
-    return True
-
-
 def _product_loops(cubin: bytes) -> list[list[str]]:
     """The shortest two loops with matrix instructions, one for each consumer."""
     loops = (
