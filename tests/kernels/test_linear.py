@@ -148,8 +148,8 @@ def test_weights_are_on_their_way_before_the_wait(tmp_path: Path) -> None:
     names = ["4 x 1024 bfloat16", "2 x 2048 bfloat16 gated"]
     script = (
         "import json, sys; import compiled_launch as c;"
-        "from anabranch.kernels.layers.linear import compile_cases; t = c.TARGETS['sm_90'];"
-        "every = list(compile_cases(t.shared_bytes));"
+        "from layer_cases import linear_cases; t = c.TARGETS['sm_90'];"
+        "every = list(linear_cases(t.shared_bytes));"
         "calls = [next(f for n, f in every if n.startswith(name)) for name in sys.argv[1:]];"
         "launches = [c.record(call)[0] for call in calls];"
         "print(json.dumps([c.compile_launch(each, t).asm['ptx'] for each in launches]))"

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import asdict, replace
 from functools import partial
-from importlib import import_module
 from io import StringIO
 from traceback import format_exc
 from unittest import mock
@@ -34,6 +33,7 @@ from hot_loop import (
     tiles_stay_in_registers,
     waits_after_exponentials,
 )
+from layer_cases import LAYER_CASES
 from lengths import call_of_lengths
 from triton import knobs
 
@@ -766,7 +766,7 @@ CASES: dict[str, Callable[[int], Iterator[Case]]] = {
     f"{KERNELS}.triton.merge": merge_cases,
     f"{KERNELS}.triton.move_rows": move_rows_cases,
     f"{KERNELS}.triton.share_pages": share_pages_cases,
-}
+} | LAYER_CASES
 # What the loops of a warp-specialised kernel must do, by its name
 LOOPS = {
     "attend_kernel": (
@@ -786,17 +786,12 @@ def prefetches_every_map(ptx: str) -> bool:
     return bool(maps) and maps == re.findall(r"prefetch\.param\.tensormap \[(\w+)\]", ptx)
 
 
-def cases_of(module: str) -> Callable[[int], Iterator[Case]]:
-    """The cases of a kernel module, which may also list them itself."""
-    return CASES.get(module) or import_module(module).compile_cases
-
-
 def compiled_cases(
     module: str, target: str, names: list[str], unused: list[str]
 ) -> Iterator[dict[str, object]]:
     """What each kernel of the module's cases needs on a target."""
     gpu = TARGETS[target]
-    every = dict(cases_of(module)(gpu.shared_bytes))
+    every = dict(CASES[module](gpu.shared_bytes))
     assert set(unused) <= set(every), unused
     for case in names or [x for x in every if x not in unused]:
         for launch in record(every[case]):

@@ -6,8 +6,6 @@ before the kernel ahead has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
 import torch
 import triton
 import triton.language as tl
@@ -54,19 +52,6 @@ def absorb_queries(
         num_stages=1,
         **({"launch_pdl": True} if overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A launch_case on meta tensors."""
-
-    def launch_case() -> None:
-        q, w, absorbed = (
-            torch.empty(shape, dtype=torch.bfloat16, device="meta")
-            for shape in ((64, 16, 192), (16, 256, 512), (64, 16, 576))
-        )
-        absorb_queries(q, w, absorbed, overlap=shared_bytes >= 227 * 1024)
-
-    yield "64 tokens", launch_case
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -32,23 +29,6 @@ def expand_codes(weight: CodeArguments, w: torch.Tensor, constants: CodeConstant
         BLOCK_N=BLOCK_N,
         num_warps=NUM_WARPS,
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors, one a format."""
-    new, packed = partial(torch.empty, device="meta"), shared_bytes > 64 * 1024
-
-    def launch_case(constants: CodeConstants, dtype: torch.dtype) -> None:
-        scales = new(4096 // constants.group_k, 4096 // constants.group_n)
-        words = new(4096, 4096 // constants.parts, dtype=torch.int16)
-        zeros = scales if constants.kind == "int4" else None
-        expand_codes(CodeArguments(words, scales, zeros), new(4096, 4096, dtype=dtype), constants)
-
-    yield "fp8", partial(launch_case, CodeConstants("fp8", 128, 128, packed), torch.bfloat16)
-    yield "int8", partial(launch_case, CodeConstants("int8", 1, 4096, packed), torch.bfloat16)
-    yield "int4", partial(launch_case, CodeConstants("int4", 1, 128, packed), torch.float16)
-    yield "groups of 16", partial(launch_case, CodeConstants("int8", 1, 16, packed), torch.bfloat16)
-    yield "groups of 32", partial(launch_case, CodeConstants("int4", 1, 32, packed), torch.bfloat16)
 
 
 @triton.jit

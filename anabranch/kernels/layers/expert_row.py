@@ -6,8 +6,6 @@ weights straight into registers; the second product also adds up the experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -108,33 +106,6 @@ def _block_k(k: int) -> int:
     """Columns in as few tiles as possible, without a part of one if there are several."""
     block = BLOCK_K if k <= BLOCK_K or k % BLOCK_K == 0 else BLOCK_K // 2
     return min(block, max(power_of_two(k), 16))
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches of both products on meta tensors."""
-    new, overlap = partial(torch.empty, device="meta"), shared_bytes >= 227 * 1024
-    brain, packed = torch.bfloat16, shared_bytes > 64 * 1024  # NVIDIA's instructions
-    k, n, top_k = 2048, 1408, 6
-
-    def weight(rows: int, columns: int, constants: CodeConstants | None) -> ExpertWeight:
-        if constants is None:
-            return ExpertWeight(new(64, rows, columns, dtype=brain))
-        width = -(-columns // constants.run) * constants.words
-        scales = new(-(-columns // constants.group_k), 64 * rows // constants.group_n)
-        zeros = scales.half() if constants.short else None
-        return ExpertWeight(new(64 * rows, width, dtype=torch.int16), scales, zeros)
-
-    def launch_case(constants: CodeConstants | None) -> None:
-        experts, weights = new(top_k, dtype=torch.int32), new(top_k)
-        x, inner = new(k, dtype=brain), new(top_k, n, dtype=brain)
-        gate_row(x, weight(2 * n, k, constants), experts, inner, constants, overlap=overlap)
-        given = inner, weight(k, n, constants), experts, weights, x, constants
-        project_row(*given, overlap=overlap)
-
-    yield "6 experts", partial(launch_case, None)
-    yield "fp8 in blocks", partial(launch_case, CodeConstants("fp8", 128, 128, packed))
-    yield "fp8", partial(launch_case, CodeConstants("fp8", 1, 2048, packed))
-    yield "int4 in groups of 32", partial(launch_case, CodeConstants("int4", 1, 32, packed))
 
 
 @triton.jit

@@ -5,7 +5,6 @@ The first program of a token writes its row, the others some heads of its query.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -82,21 +81,6 @@ def latent_inputs(
         num_warps=4,
         **({"launch_pdl": True} if overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A launch on meta tensors."""
-
-    def launch_case() -> None:
-        joined = torch.empty(4, 16 * 192 + 576, dtype=torch.bfloat16, device="meta")
-        q, latent = joined[:, : 16 * 192].view(4, 16, 192), joined[:, 16 * 192 :]
-        cos = torch.empty(4, 32, device="meta")
-        given = q, latent, cos, cos, joined[0, :512]
-        written = torch.empty_like(q), torch.empty_like(latent)
-        overlap = shared_bytes >= 227 * 1024
-        latent_inputs(*given, *written, epsilon=1e-6, neighbours=True, overlap=overlap)
-
-    yield "16 heads", launch_case
 
 
 @triton.jit

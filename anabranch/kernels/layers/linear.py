@@ -6,16 +6,13 @@ first of them are on their way before the kernel ahead has ended.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.config import power_of_two
-from anabranch.kernels.layers.linear_config import LinearConfig, every_linear_config, fit_linear
+from anabranch.kernels.layers.linear_config import LinearConfig
 from anabranch.launches.recorder import launch
 
 
@@ -48,28 +45,6 @@ def linear(
         num_warps=config.num_warps,
         **({"launch_pdl": True} if config.overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors that cover the configurations."""
-    hopper = shared_bytes >= 227 * 1024
-
-    def launch_case(
-        config: LinearConfig, dtype: torch.dtype, *, biased: bool, gated: bool
-    ) -> object:
-        x, w, y = (
-            torch.empty(shape, dtype=dtype, device="meta") for shape in (4096, (8192, 4096), 4096)
-        )
-        bias = y if biased else None
-        return linear(x, w, bias, y, fit_linear(config, hopper=hopper), gated=gated)
-
-    for config in every_linear_config():
-        name = f"{config.block_n} x {config.block_k}"
-        case = partial(launch_case, config, torch.bfloat16, biased=False)
-        yield f"{name} bfloat16", partial(case, gated=False)
-        yield f"{name} bfloat16 gated", partial(case, gated=True)
-        case = partial(launch_case, config, torch.float16, biased=True, gated=False)
-        yield f"{name} float16 bias", case
 
 
 @triton.jit

@@ -5,9 +5,6 @@ A row has one scale, or one for each run of columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -44,19 +41,6 @@ def quantise_rows(
         num_warps=8 if width > 1024 else 4,
         **({"launch_pdl": True} if overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """A launch on meta tensors."""
-
-    def launch_case(*sizes: int) -> None:
-        x = torch.empty(64, 14336, dtype=torch.bfloat16, device="meta")
-        words = torch.empty(64, 7168, dtype=torch.int16, device="meta")
-        scales, overlap = torch.empty(sizes, device="meta"), shared_bytes >= 227 * 1024
-        quantise_rows(x, words, scales, overlap=overlap)
-
-    yield "14336 columns", partial(launch_case, 64)
-    yield "14336 columns by run", partial(launch_case, 112, 64)
 
 
 @triton.jit

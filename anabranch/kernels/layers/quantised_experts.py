@@ -6,9 +6,6 @@ matrix unit, as in `quantised_product`. Gates and what they gate share one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +15,6 @@ from anabranch.kernels.layers.expert_product import find_tile
 from anabranch.kernels.layers.quantised_config import (
     CodeConstants,
     QuantisedConfig,
-    every_code_experts,
-    fit_quantised,
 )
 from anabranch.kernels.layers.quantised_product import CodeArguments, load_first, sum_runs
 from anabranch.kernels.layers.quantised_rows import gate_halves, place_outputs
@@ -89,38 +84,6 @@ def _launch(
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every tile on meta tensors, both products of DeepSeek-V2-Lite, and other formats."""
-    new, packed = partial(torch.empty, device="meta"), shared_bytes > 64 * 1024
-    hopper = shared_bytes >= 227 * 1024
-
-    def launch_case(config: QuantisedConfig, constants: CodeConstants, *, gated: bool) -> None:
-        config = fit_quantised(config, constants, shared_bytes=shared_bytes, hopper=hopper)
-        n, k = (1408, 2048) if gated else (2048, 1408)
-        rows, columns = 64 * n * (2 if gated else 1), -(-k // constants.run) * constants.run
-        words = new(rows, columns // constants.parts, dtype=torch.int16)
-        scales = new(-(-k // constants.group_k), rows // constants.group_n)
-        x, y = (new(*shape, dtype=torch.bfloat16) for shape in ((384, k), (384, n)))
-        weight, order = CodeArguments(words, scales, None), new(384, dtype=torch.int32)
-        given = x, weight, order, new(65, dtype=torch.int32)
-        if gated:
-            gate_quantised_experts(*given, y, constants, config)
-        else:
-            project_quantised_experts(*given, new(384), y, constants, config)
-
-    formats = {
-        "fp8 in blocks": CodeConstants("fp8", 128, 128, packed),
-        "fp8": CodeConstants("fp8", 1, 2048, packed),
-        "int4": CodeConstants("int4", 1, 128, packed),
-        "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
-    }
-    for kind, constants in formats.items():
-        for config in every_code_experts(constants):
-            case = partial(launch_case, config, constants)
-            yield f"{config.block_m} rows, {kind}, gated", partial(case, gated=True)
-            yield f"{config.block_m} rows, {kind}", partial(case, gated=False)
 
 
 @triton.jit(do_not_specialize=["n", "num_experts"])

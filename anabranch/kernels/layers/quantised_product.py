@@ -7,8 +7,6 @@ Where tiles are few, programs share the columns of one, and the last to arrive a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -19,9 +17,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from anabranch.kernels.layers.quantised_config import (
     CodeConstants,
     QuantisedConfig,
-    code_tiles,
-    every_config,
-    fit_quantised,
 )
 from anabranch.kernels.layers.widen_codes import widen_codes
 from anabranch.launches.recorder import launch
@@ -68,46 +63,6 @@ def quantised_product(
         num_stages=config.num_stages,
         **({"launch_pdl": True} if config.overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors that cover the configurations and the formats."""
-    new = partial(torch.empty, device="meta")
-
-    hopper, packed = shared_bytes >= 227 * 1024, shared_bytes > 64 * 1024  # NVIDIA's instructions
-
-    def launch_case(
-        config: QuantisedConfig, constants: CodeConstants, dtype: torch.dtype, zeros: bool
-    ) -> None:
-        config = fit_quantised(config, constants, shared_bytes=shared_bytes, hopper=hopper)
-        m, n, k = config.block_m, 4096, 4096
-        words = new(n, k // constants.parts, dtype=torch.int16)
-        scales = new(-(-k // constants.group_k), n // constants.group_n)
-        weight = CodeArguments(words, scales, scales if zeros else None)
-        sums = new(config.splits, m, n) if config.splits > 1 else None
-        x, y, counters = new(m, k, dtype=dtype), new(m, n, dtype=dtype), new(64, dtype=torch.int32)
-        quantised_product(x, weight, None, y, sums, counters, constants, config)
-
-    formats = {
-        "fp8": CodeConstants("fp8", 1, 4096, packed),
-        "fp8 in blocks": CodeConstants("fp8", 128, 128, packed),
-        "int8": CodeConstants("int8", 1, 4096, packed),
-        "int4": CodeConstants("int4", 1, 128, packed),
-        "int4 in groups of 32": CodeConstants("int4", 1, 32, packed),
-        "int8 in groups of 16": CodeConstants("int8", 1, 16, packed),
-    }
-    for kind, constants in formats.items():
-        for config in every_config(*code_tiles(constants)):
-            name = f"{config.block_m} rows, {config.block_n} outputs, {config.splits} splits"
-            yield f"{name}, {kind}", partial(launch_case, config, constants, torch.bfloat16, False)
-    wide = every_config(*code_tiles(formats["int4 in groups of 32"]))[-1]
-    for kind in ("int4 in groups of 32", "int8 in groups of 16"):
-        case = partial(launch_case, wide, formats[kind], torch.bfloat16, True)
-        yield f"{kind} float zeros", case
-    for kind in ("fp8", "int4", "int4 in groups of 32"):
-        config = every_config(*code_tiles(formats[kind]))[0]
-        case = partial(launch_case, config, formats[kind], torch.float16, kind != "fp8")
-        yield f"{kind} float16", case
 
 
 @triton.jit

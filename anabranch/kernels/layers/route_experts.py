@@ -8,9 +8,7 @@ Experts have places: each group of experts begins at a multiple of a power of tw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import triton
@@ -22,9 +20,6 @@ from anabranch.kernels.layers.choose_experts import choose_experts
 from anabranch.kernels.layers.expert_product import load_columns
 from anabranch.kernels.layers.route_config import (
     RouteConfig,
-    every_route_case,
-    fit_route,
-    select_route,
 )
 from anabranch.launches.recorder import launch
 
@@ -136,36 +131,6 @@ def route_experts(
         num_stages=config.num_stages,
         **({"launch_pdl": True} if config.overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors that cover the configurations."""
-    hopper = shared_bytes >= 227 * 1024
-
-    def launch_case(num_tokens: int, num_experts: int, k: int, num_groups: int) -> object:
-        places = num_places(num_experts, num_groups)
-        config = fit_route(
-            select_route(num_tokens, places, k),
-            itemsize=2,
-            shared_bytes=shared_bytes,
-            hopper=hopper,
-        )
-        x, w = (
-            torch.empty(rows, k, dtype=torch.bfloat16, device="meta")
-            for rows in (num_tokens, num_experts)
-        )
-        grouped = num_groups > 1
-        bias = torch.empty(num_experts, device="meta") if grouped else None
-        experts = torch.empty(num_tokens, 8, dtype=torch.int32, device="meta")
-        groups = {"num_groups": num_groups, "top_groups": 4 if grouped else 1}
-        scores = {"sigmoid": grouped, "normalised": grouped, "scale": 2.5}
-        written = experts, experts.float()
-        return route_experts(x, w, bias, None, *written, config, **groups, **scores)
-
-    for num_tokens, num_experts, k in every_route_case():
-        groups = 8 if num_experts > 64 else 1
-        case = partial(launch_case, num_tokens, num_experts, k, groups)
-        yield f"{num_tokens} tokens, {num_experts} experts", case
 
 
 @triton.jit

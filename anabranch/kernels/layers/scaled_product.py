@@ -6,9 +6,6 @@ columns of one, and the last to arrive adds up the sums.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import partial
-
 import torch
 import triton
 import triton.language as tl
@@ -16,9 +13,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from anabranch.kernels.layers.quantised_config import (
     RUN,
-    SCALED_TILES,
     QuantisedConfig,
-    every_config,
 )
 from anabranch.kernels.layers.quantised_product import write_outputs
 from anabranch.launches.recorder import launch
@@ -59,23 +54,6 @@ def scaled_product(
         num_stages=config.num_stages,
         **({"launch_pdl": True} if config.overlap else {}),
     )
-
-
-def compile_cases(shared_bytes: int) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Launches on meta tensors that cover the configurations, which are Hopper's."""
-    del shared_bytes
-    new = partial(torch.empty, device="meta")
-
-    def launch_case(config: QuantisedConfig) -> None:
-        m, n, k = config.block_m, 4096, 4096
-        x, w = (new(rows, k, dtype=torch.float8_e4m3fn) for rows in (m, n))
-        sums = new(config.splits, m, n) if config.splits > 1 else None
-        y, counters = new(m, n, dtype=torch.bfloat16), new(64, dtype=torch.int32)
-        scaled_product(x, new(m), w, new(1, n), None, y, sums, counters, config)
-
-    for config in every_config(SCALED_TILES):
-        name = f"{config.block_m} rows, {config.block_n} outputs, {config.splits} splits"
-        yield name, partial(launch_case, config)
 
 
 @triton.jit(do_not_specialize=["m"])
