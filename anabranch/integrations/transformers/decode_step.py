@@ -58,6 +58,7 @@ class DecodeStep:
     cu_seqlens_q: torch.Tensor | None
     cu_seqlens: torch.Tensor
     rules: dict[str, Any]
+    source: type[RaggedKV] = GrowingRows
     plan: Plan | None = None
     launches: StateLaunches | None = None
 
@@ -83,7 +84,7 @@ class DecodeStep:
             return self.launches.run(before, None, after)
         q = query.view(key.shape[0] * key.shape[1], -1, query.shape[3])
         k, v = (x.view(-1, 1, x.shape[3]) for x in (key, value))
-        keys = GrowingRows(k, v, self.cu_seqlens)
+        keys = self.source(k, v, self.cu_seqlens)
         if self.plan is None:
             self.plan = make_plan(
                 q, keys, cu_seqlens_q=self.cu_seqlens_q, window=self.rules["window"]
@@ -95,11 +96,11 @@ class DecodeStep:
             self.launches = launches._replace(
                 shape=tuple(out.shape), strides=out.stride(), lse_strides=lse.stride()
             )
+        elif self.source is GrowingRows:  # a tensor map would hold the number of rows
+            self.source, self.plan = RaggedKV, None
         return AttentionState(out, lse)
 
-    def _find_launches(
-        self, q: torch.Tensor, keys: GrowingRows, plan: Plan
-    ) -> StateLaunches | None:
+    def _find_launches(self, q: torch.Tensor, keys: RaggedKV, plan: Plan) -> StateLaunches | None:
         """What such a call launches, if that is all it does."""
         described = describe((q, self.cu_seqlens_q, *[None] * 6))
         if keys.identity is None or described is None:
