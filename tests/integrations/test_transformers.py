@@ -309,6 +309,35 @@ def test_heads_of_a_step_are_sequences(
         torch.testing.assert_close(step.attend(q, k, v, sinks), expected)
 
 
+def test_spans_that_all_sequences_share() -> None:
+    q, k, v = make_layer(17, 16)
+    bounds = torch.tensor([[3, 15]], dtype=torch.int32)
+    step = decode_step.begin_step(
+        k, bounds[:, None, None].expand(-1, -1, 17, -1), scale=0.3, softcap=None
+    )
+    columns = torch.arange(17)[None, None, None]
+    visible = (columns >= 3) & (columns < 15)
+    expected = attend_masked(q, k, v, visible, scale=0.3, softcap=None, sinks=None)
+    torch.testing.assert_close(step.attend(q, k, v), expected)
+
+
+def test_layers_with_windows_are_a_step_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a sequence is as long as the window, the keys of both kinds of layers are as many."""
+    begun, begin = list[Any](), decode_step.begin_step
+    monkeypatch.setattr(
+        decode_step, "begin_step", lambda *x, **y: begun.append(begin(*x, **y)) or begun[-1]
+    )
+    monkeypatch.setattr(decode_step, "describe", lambda given: str([x.shape for x in given]))
+    monkeypatch.setattr(decode_step, "stream_of", lambda _: 0)
+    monkeypatch.setattr(decode_step.DecodeStep, "attend", lambda *_: None)
+    bounds, _ = bounds_of(17)
+    masks = [bounds[:, None, None].expand(-1, -1, window, -1) for window in (17, 20)]
+    q, k, v = make_layer(17, 16)
+    for mask in masks * 3:
+        decode_step.attend_step(q, k, v, mask, scale=0.3, softcap=None)
+    assert len(begun) == 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("dim", "num_kv_heads"), [(16, 2), (256, 1)], ids=["", "in boxes"])
 def test_layers_of_a_step_share_its_launches(

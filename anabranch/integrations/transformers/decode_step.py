@@ -127,7 +127,8 @@ def attend_step(
     stream = None if described is None else stream_of(query.device)
     if stream is None:
         return None
-    kind = (described, scale, softcap, stream, torch.is_grad_enabled())
+    window = None if spans is None else spans.shape[2]
+    kind = (described, scale, softcap, window, stream, torch.is_grad_enabled())
     step = _steps.known.get(kind)
     if step is None or step.mask is not spans:
         if not all(x.is_contiguous() for x in (query.transpose(1, 2), key, value)):
@@ -152,6 +153,7 @@ def begin_step(
     if spans.shape[2] < k_len:
         rules["window"] = spans.shape[2]
     # Between two sequences is a gap that has no query.
-    bounds = spans[:, 0, 0].repeat_interleave(num_kv_heads, 0) + bounds[:-1, None]
+    rows = spans[:, 0, 0].expand(num_seqs, 2).repeat_interleave(num_kv_heads, 0)
+    bounds = rows + bounds[:-1, None]
     tokens = torch.arange(count + 1, dtype=torch.int32, device=device)
     return DecodeStep(spans, tokens.repeat_interleave(2)[1:-1], bounds.flatten(), rules)
