@@ -131,16 +131,16 @@ def byte_level_tokens(path: Path) -> ByteLevelTokens | None:
     """Of a `tokenizer.json`, over tables in the user's cache; None for other kinds."""
     if native() is None:
         return None
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    tables = build_once("byte-level", (FORM, digest), lambda: _tables(path))
+    content = path.read_bytes()
+    identity = FORM, hashlib.sha256(content).hexdigest()
+    tables = build_once("byte-level", identity, lambda: _tables(content))
     return ByteLevelTokens(tables) if tables.stat().st_size > DIGEST_BYTES else None
 
 
-def _tables(path: Path) -> bytes:
+def _tables(content: bytes) -> bytes:
     """The tables of a file; nothing for other kinds, and for damaged files."""
     try:
-        file = json.loads(path.read_bytes())
+        file = json.loads(content)
         facts = _facts(file)
         arrays = None if facts is None else _arrays(file["model"], facts["added"])
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError):

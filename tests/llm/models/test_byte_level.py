@@ -28,6 +28,7 @@ from tokenizers import (
 from tokenizers.processors import TemplateProcessing
 
 from anabranch.kernels.cpu.native import native
+from anabranch.llm.models import byte_level
 from anabranch.llm.models.byte_level import ByteLevelTokens, byte_level_tokens
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs a C compiler")
@@ -194,6 +195,22 @@ def test_files_that_the_library_reads_otherwise(
     path.write_text(json.dumps(file))
     Tokenizer.from_file(str(path))
     assert byte_level_tokens(path) is None
+
+
+def test_a_file_that_is_replaced_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables kept under its digest are its own."""
+    build, path = byte_level.build_once, tmp_path / "tokenizer.json"
+    library().save(str(path))
+
+    def replace_first(*given: Any) -> Path:
+        path.write_bytes(path.read_bytes().replace(b"<end>", b"<fin>"))
+        return build(*given)
+
+    monkeypatch.setattr(byte_level, "build_once", replace_first)
+    ours = byte_level_tokens(path)
+    assert ours is not None and "<end>" in ours.added
 
 
 def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
