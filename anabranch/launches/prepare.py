@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple, cast
 
@@ -86,12 +86,14 @@ class Places:
     def __init__(self, groups: tuple[Tensors, ...]) -> None:
         self.exact = defaultdict[int, list[tuple[int, int]]](list)
         self.around = defaultdict[int, list[tuple[int, int]]](list)
+        self.ends = dict[int, int]()
         given = ((g, x) for g, group in enumerate(groups) for x in group)
         for i, (group, x) in enumerate(given):
             if x is not None:
                 address = x.data_ptr()
                 self.exact[address].append((i, group))
                 self.around[x.untyped_storage().data_ptr()].append((i, address))
+                self.ends[i] = _end(x, x.shape, x.stride())
 
     def find(self, tensor: torch.Tensor) -> tuple[int, int]:
         """The tensor of the call into which a pointer leads, and how many bytes after its begin."""
@@ -105,6 +107,19 @@ class Places:
             raise NotRecordable("memory that is not the call's, or of several tensors of it")
         ((place, begin),) = around
         return place, (address - begin) & (1 << 64) - 1
+
+    def find_mapped(self, box: Any) -> tuple[int, int]:
+        """The same for a tensor map, whose sizes hold for tensors that were described whole."""
+        found = self.find(box.base)
+        if _end(box.base, box.shape, box.strides) > self.ends[found[0]]:
+            raise NotRecordable("a map of more than was described")
+        return found
+
+
+def _end(x: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The byte after the last of these elements, the first of which is that of a tensor."""
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return x.data_ptr() + x.element_size() * (1 + last)
 
 
 def prepare_state(
@@ -226,7 +241,7 @@ def _map_parameters(box: Any, layout: dict[str, Any] | None, places: Places) -> 
     base, shape, strides = box.base, box.shape, box.strides
     if layout is None or layout["fp4_padded"] or base.dtype not in MAP_TYPES:
         raise NotRecordable("a descriptor without a tensor map")
-    launches = connect_launches()
+    found, launches = places.find_mapped(box), connect_launches()
     assert launches is not None
     encoded = launches.encode(
         base.data_ptr(),
@@ -237,7 +252,7 @@ def _map_parameters(box: Any, layout: dict[str, Any] | None, places: Places) -> 
         tuple(shape[::-1]),
         tuple(stride * base.element_size() for stride in strides[-2::-1]),
     )
-    yield Parameter(MAP, *places.find(base), 0, encoded, MAP_BYTES)
+    yield Parameter(MAP, *found, 0, encoded, MAP_BYTES)
     for size in shape:
         yield Parameter(VALUE, 0, size, 0, b"", 4)
     for stride in strides:

@@ -189,6 +189,17 @@ def test_places_of_pointers() -> None:
         prepare.Places(((q,), (q,))).find(q)
 
 
+def test_maps_of_more_than_was_described() -> None:
+    """Whose sizes later calls of the kind need not have."""
+    keys = torch.zeros(12, 2, 16)
+    box = SimpleNamespace(base=keys, shape=[12, 32], strides=[32, 1])
+    for described in (keys, keys.view(3, 4, 2, 16), keys[:, :, :]):
+        assert prepare.Places(((described,),)).find_mapped(box) == (0, 0)
+    for described in (keys[0], keys[:11], keys[..., :8]):
+        with pytest.raises(prepare.NotRecordable):
+            prepare.Places(((described,),)).find_mapped(box)
+
+
 def gpu_cases() -> dict[str, Case]:
     decode = Case(
         q_lens=(1, 1, 1), k_lens=(70, 300, 5), page_size=16, group=4, dims=(128, 128), dtype=BRAIN

@@ -263,10 +263,12 @@ def test_compiled_forward() -> None:
     assert_logits_close(actual, expected, batch["attention_mask"].bool())
 
 
-def make_layer(k_len: int, dim_v: int, **options: Any) -> tuple[torch.Tensor, ...]:
+def make_layer(
+    k_len: int, dim_v: int, dim: int = 16, num_kv_heads: int = 2, **options: Any
+) -> tuple[torch.Tensor, ...]:
     """Queries of a decode step, as transformers transposes them, keys and values of its cache."""
-    q = torch.randn(len(LENS), 1, 6, 16, **options).transpose(1, 2)
-    k, v = (torch.randn(len(LENS), 2, k_len, dim, **options) for dim in (16, dim_v))
+    q = torch.randn(len(LENS), 1, 6, dim, **options).transpose(1, 2)
+    k, v = (torch.randn(len(LENS), num_kv_heads, k_len, each, **options) for each in (dim, dim_v))
     return q, k, v
 
 
@@ -307,9 +309,41 @@ def test_heads_of_a_step_are_sequences(
         torch.testing.assert_close(step.attend(q, k, v, sinks), expected)
 
 
+def test_spans_that_all_sequences_share() -> None:
+    q, k, v = make_layer(17, 16)
+    bounds = torch.tensor([[3, 15]], dtype=torch.int32)
+    step = decode_step.begin_step(
+        k, bounds[:, None, None].expand(-1, -1, 17, -1), scale=0.3, softcap=None
+    )
+    columns = torch.arange(17)[None, None, None]
+    visible = (columns >= 3) & (columns < 15)
+    expected = attend_masked(q, k, v, visible, scale=0.3, softcap=None, sinks=None)
+    torch.testing.assert_close(step.attend(q, k, v), expected)
+
+
+def test_layers_with_windows_are_a_step_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before a sequence is as long as the window, the keys of both kinds of layers are as many."""
+    begun, begin = list[Any](), decode_step.begin_step
+    monkeypatch.setattr(
+        decode_step, "begin_step", lambda *x, **y: begun.append(begin(*x, **y)) or begun[-1]
+    )
+    monkeypatch.setattr(decode_step, "describe", lambda given: str([x.shape for x in given]))
+    monkeypatch.setattr(decode_step, "stream_of", lambda _: 0)
+    monkeypatch.setattr(decode_step.DecodeStep, "attend", lambda *_: None)
+    bounds, _ = bounds_of(17)
+    masks = [bounds[:, None, None].expand(-1, -1, window, -1) for window in (17, 20)]
+    q, k, v = make_layer(17, 16)
+    for mask in masks * 3:
+        decode_step.attend_step(q, k, v, mask, scale=0.3, softcap=None)
+    assert len(begun) == 2
+
+
 @pytest.mark.gpu
-def test_layers_of_a_step_share_its_launches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of other lengths are of one kind; other spans are another step."""
+@pytest.mark.parametrize(("dim", "num_kv_heads"), [(16, 2), (256, 1)], ids=["", "in boxes"])
+def test_layers_of_a_step_share_its_launches(
+    dim: int, num_kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of other lengths are of one kind, but for boxes; other spans are another step."""
     begun, begin = list[Any](), decode_step.begin_step
     monkeypatch.setattr(
         decode_step, "begin_step", lambda *x, **y: begun.append(begin(*x, **y)) or begun[-1]
@@ -323,7 +357,7 @@ def test_layers_of_a_step_share_its_launches(monkeypatch: pytest.MonkeyPatch) ->
         for visible, rows in ((whole, None), (padded, bounds), (padded, bounds.clone())):
             spans = None if rows is None else rows[:, None, None].expand(-1, -1, k_len, -1)
             for _ in range(3):
-                q, k, v = make_layer(k_len, 16, **options)
+                q, k, v = make_layer(k_len, dim, dim, num_kv_heads, **options)
                 actual = decode_step.attend_step(q, k, v, spans, **rules)
                 expected = attend_masked(
                     *(x.float() for x in (q, k, v)), visible, **rules, sinks=None
@@ -332,7 +366,7 @@ def test_layers_of_a_step_share_its_launches(monkeypatch: pytest.MonkeyPatch) ->
         num_kinds = num_kinds or len(CALLS)
     assert len(begun) == 9
     assert all(step.launches is not None for step in begun)
-    assert len(CALLS) == num_kinds
+    assert len(CALLS) == num_kinds or dim == 256
 
 
 @pytest.mark.gpu

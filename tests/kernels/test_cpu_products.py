@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import mmap
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -24,6 +26,7 @@ from anabranch.kernels.cpu.linear import (
     LARGE_PAGE,
     WeightPart,
     describe,
+    find_largest,
     pack,
     packed_linear,
     packed_rows,
@@ -120,6 +123,29 @@ def test_a_weight_that_fills_large_pages() -> None:
     assert part.data.nbytes > LARGE_PAGE
     check(part, values, float_inputs=True)
     assert torch.equal(deepcopy(part.data), part.data)
+
+
+def test_a_system_without_large_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Region(mmap.mmap):
+        def madvise(self, *_: int) -> None:
+            raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(mmap, "mmap", Region)
+    values = torch.randn(1050, 520)
+    check(WeightPart(F32, 1050, pack(values)), values, float_inputs=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_kernels_write_float32_whatever_the_default(dtype: torch.dtype) -> None:
+    before, x = torch.get_default_dtype(), torch.randn(5, 64, dtype=torch.float32)
+    torch.set_default_dtype(dtype)
+    try:
+        part = WeightPart(F32, 5, pack(x))
+        assert part.data.dtype == find_largest(x)[1].dtype == torch.float32
+        table = describe([part], 64, float_inputs=True)
+        assert torch.equal(packed_rows(table, 64, torch.arange(5)), x)
+    finally:
+        torch.set_default_dtype(before)
 
 
 def test_inputs_that_are_no_numbers_make_outputs_that_are_none() -> None:

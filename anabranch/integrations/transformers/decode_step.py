@@ -58,6 +58,7 @@ class DecodeStep:
     cu_seqlens_q: torch.Tensor | None
     cu_seqlens: torch.Tensor
     rules: dict[str, Any]
+    source: type[RaggedKV] = GrowingRows
     plan: Plan | None = None
     launches: StateLaunches | None = None
 
@@ -83,7 +84,7 @@ class DecodeStep:
             return self.launches.run(before, None, after)
         q = query.view(key.shape[0] * key.shape[1], -1, query.shape[3])
         k, v = (x.view(-1, 1, x.shape[3]) for x in (key, value))
-        keys = GrowingRows(k, v, self.cu_seqlens)
+        keys = self.source(k, v, self.cu_seqlens)
         if self.plan is None:
             self.plan = make_plan(
                 q, keys, cu_seqlens_q=self.cu_seqlens_q, window=self.rules["window"]
@@ -95,11 +96,11 @@ class DecodeStep:
             self.launches = launches._replace(
                 shape=tuple(out.shape), strides=out.stride(), lse_strides=lse.stride()
             )
+        elif self.source is GrowingRows:  # a tensor map would hold the number of rows
+            self.source, self.plan = RaggedKV, None
         return AttentionState(out, lse)
 
-    def _find_launches(
-        self, q: torch.Tensor, keys: GrowingRows, plan: Plan
-    ) -> StateLaunches | None:
+    def _find_launches(self, q: torch.Tensor, keys: RaggedKV, plan: Plan) -> StateLaunches | None:
         """What such a call launches, if that is all it does."""
         described = describe((q, self.cu_seqlens_q, *[None] * 6))
         if keys.identity is None or described is None:
@@ -126,7 +127,8 @@ def attend_step(
     stream = None if described is None else stream_of(query.device)
     if stream is None:
         return None
-    kind = (described, scale, softcap, stream, torch.is_grad_enabled())
+    window = None if spans is None else spans.shape[2]
+    kind = (described, scale, softcap, window, stream, torch.is_grad_enabled())
     step = _steps.known.get(kind)
     if step is None or step.mask is not spans:
         if not all(x.is_contiguous() for x in (query.transpose(1, 2), key, value)):
@@ -151,6 +153,7 @@ def begin_step(
     if spans.shape[2] < k_len:
         rules["window"] = spans.shape[2]
     # Between two sequences is a gap that has no query.
-    bounds = spans[:, 0, 0].repeat_interleave(num_kv_heads, 0) + bounds[:-1, None]
+    rows = spans[:, 0, 0].expand(num_seqs, 2).repeat_interleave(num_kv_heads, 0)
+    bounds = rows + bounds[:-1, None]
     tokens = torch.arange(count + 1, dtype=torch.int32, device=device)
     return DecodeStep(spans, tokens.repeat_interleave(2)[1:-1], bounds.flatten(), rules)

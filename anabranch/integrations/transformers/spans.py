@@ -41,7 +41,7 @@ def make_mask(
     """Spans, None where all keys are new or all are seen, or else the whole mask in bool.
 
     The arguments are those of `sdpa_mask`. What tokens of the padding get is not defined. A padding
-    mask is looked at on the host, once a forward.
+    mask is looked at on the host, at most twice.
     """
     traced = _is_tracing(attention_mask)
     window = None if traced else _window(mask_function, kv_length)

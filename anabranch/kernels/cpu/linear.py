@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
+from contextlib import suppress
 from math import prod
 from typing import NamedTuple
 
@@ -48,11 +49,12 @@ def _empty_in_large_pages(shape: Sequence[int]) -> torch.Tensor:
     """
     size = 4 * prod(shape)
     if size < LARGE_PAGE or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(*shape)
+        return torch.empty(*shape, dtype=torch.float32, device="cpu")
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     region = mmap.mmap(-1, size + LARGE_PAGE, flags=flags)
     start = -torch.frombuffer(region, dtype=torch.uint8).data_ptr() % LARGE_PAGE
-    region.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE * LARGE_PAGE)
+    with suppress(OSError):  # of systems without large pages
+        region.madvise(mmap.MADV_HUGEPAGE, start, size // LARGE_PAGE * LARGE_PAGE)
     numbers = torch.frombuffer(region, dtype=torch.float32, count=prod(shape), offset=start)
     return numbers.view(*shape)
 
@@ -73,7 +75,7 @@ def describe(parts: Sequence[WeightPart], k: int, *, float_inputs: bool) -> torc
 def packed_rows(table: torch.Tensor, k: int, rows: torch.Tensor) -> torch.Tensor:
     """Rows of the weight [n, k], float32 [*rows.shape, k]; an IndexError where there is no such."""
     ids = rows.to(torch.int64).contiguous()
-    out = torch.empty(*rows.shape, k)
+    out = torch.empty(*rows.shape, k, dtype=torch.float32)
     bad = native().packed_rows(
         table.data_ptr(), ids.data_ptr(), out.data_ptr(), ids.numel(), torch.get_num_threads()
     )
@@ -128,7 +130,8 @@ def find_largest(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     is. x is float32 [rows, n], contiguous.
     """
     rows, n = x.shape
-    places, peaks = torch.empty(rows, dtype=torch.int64), torch.empty(rows, 2)
+    places = torch.empty(rows, dtype=torch.int64)
+    peaks = torch.empty(rows, 2, dtype=torch.float32)
     native().find_largest(
         x.data_ptr(), places.data_ptr(), peaks.data_ptr(), rows, n, torch.get_num_threads()
     )

@@ -26,7 +26,7 @@ from anabranch.launches.build_cache import DIGEST_BYTES, build_once
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-FORM = "1"  # of the tables
+FORM = "2"  # of the tables, and which files have some
 ALIGNMENT = 8
 FIRST_OTHER = 128  # that is not ASCII
 WORDS = re.compile(
@@ -131,19 +131,19 @@ def byte_level_tokens(path: Path) -> ByteLevelTokens | None:
     """Of a `tokenizer.json`, over tables in the user's cache; None for other kinds."""
     if native() is None:
         return None
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    tables = build_once("byte-level", (FORM, digest), lambda: _tables(path))
+    content = path.read_bytes()
+    identity = FORM, hashlib.sha256(content).hexdigest()
+    tables = build_once("byte-level", identity, lambda: _tables(content))
     return ByteLevelTokens(tables) if tables.stat().st_size > DIGEST_BYTES else None
 
 
-def _tables(path: Path) -> bytes:
+def _tables(content: bytes) -> bytes:
     """The tables of a file; nothing for other kinds, and for damaged files."""
     try:
-        file = json.loads(path.read_text())
+        file = json.loads(content)
         facts = _facts(file)
         arrays = None if facts is None else _arrays(file["model"], facts["added"])
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError):
         return b""
     if facts is None or arrays is None:
         return b""
@@ -174,6 +174,7 @@ def _facts(file: dict[str, Any]) -> dict[str, Any] | None:
         all(file[name] is None for name in ("normalizer", "truncation", "padding"))
         and all(file["model"][name] == value for name, value in MODEL.items())
         and all(token[name] == value for token in added for name, value in ADDED.items())
+        and all(token["content"] for token in added)
         and steps[:-1] in ([], [SINGLE_DIGITS])
         and BYTE_LEVEL.items() <= steps[-1].items()
         and file["decoder"]["type"] == "ByteLevel"
@@ -205,8 +206,14 @@ def _around(processor: dict[str, Any] | None) -> tuple[list[int], list[int]] | N
 
 
 def _arrays(model: dict[str, Any], added: dict[str, int]) -> dict[str, npt.NDArray[Any]] | None:
-    """The tables of a model; None where tokens have gaps or two have one id."""
+    """The tables of a model; None where tokens have gaps or two have one id.
+
+    The library numbers added tokens itself: as the model does, and those that are new in order.
+    """
     ids: dict[str, int] = model["vocab"]
+    new = [token for text, token in added.items() if text not in ids]
+    if new != sorted(new) or any(ids.get(text, token) != token for text, token in added.items()):
+        return None
     texts = {token: text for text, token in (ids | added).items()}
     if sorted(texts) != list(range(len(ids | added))):
         return None

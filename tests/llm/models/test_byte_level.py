@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import subprocess
 import sys
 import unicodedata
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,12 +28,20 @@ from tokenizers import (
 from tokenizers.processors import TemplateProcessing
 
 from anabranch.kernels.cpu.native import native
+from anabranch.llm.models import byte_level
 from anabranch.llm.models.byte_level import ByteLevelTokens, byte_level_tokens
 
 pytestmark = pytest.mark.skipif(native() is None, reason="needs a C compiler")
 SPECIAL = ["<end>", "<start>", "<start>more"]
 TRAINING = ["The longest river in the world isn't 4,132 miles long.", "é中 déjà-vu 中文   \n\n x_y"]
 LETTERS = [*" \n\t\x1c\x85\xa0\u3000", *"aeiIosStTlLrRvVmd'’.,_-1²Ⅷ5é中ßΩ𝐀", *SPECIAL, "<", "start"]
+
+
+@pytest.fixture(autouse=True)
+def new_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are made by the code at hand."""
+    native()
+    monkeypatch.setenv("ANABRANCH_CACHE_DIR", str(tmp_path / "cache"))
 
 
 def library(*, single_digits: bool = True) -> Tokenizer:
@@ -134,3 +147,79 @@ def test_other_kinds(change: dict[str, object], tmp_path: Path) -> None:
     for name, value in change.items():
         setattr(tokenizer, name, value)
     assert saved(tokenizer, tmp_path) is None
+
+
+def without_cutters(file: dict[str, Any]) -> None:
+    file["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": []}
+
+
+def text_twice(file: dict[str, Any]) -> None:
+    file["post_processor"]["single"][1:1] = [{"Sequence": {"id": "A", "type_id": 0}}]
+
+
+def token_without_text(file: dict[str, Any]) -> None:
+    file["added_tokens"].append(file["added_tokens"][-1] | {"content": "", "id": NUM_TOKENS})
+
+
+def ids_that_the_model_does_not_give(file: dict[str, Any]) -> None:
+    first, second = file["added_tokens"][:2]
+    first["id"], second["id"] = second["id"], first["id"]
+
+
+def new_tokens_in_another_order(file: dict[str, Any]) -> None:
+    last = file["added_tokens"][-1]
+    file["added_tokens"].append(last | {"content": "new", "id": last["id"]})
+    last["id"] += 1
+
+
+NUM_TOKENS = library().get_vocab_size()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_cutters,
+        text_twice,
+        token_without_text,
+        ids_that_the_model_does_not_give,
+        new_tokens_in_another_order,
+    ],
+)
+def test_files_that_the_library_reads_otherwise(
+    change: Callable[[dict[str, Any]], None], tmp_path: Path
+) -> None:
+    path = tmp_path / "tokenizer.json"
+    library().save(str(path))
+    file = json.loads(path.read_bytes())
+    change(file)
+    path.write_text(json.dumps(file))
+    Tokenizer.from_file(str(path))
+    assert byte_level_tokens(path) is None
+
+
+def test_a_file_that_is_replaced_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tables kept under its digest are its own."""
+    build, path = byte_level.build_once, tmp_path / "tokenizer.json"
+    library().save(str(path))
+
+    def replace_first(*given: Any) -> Path:
+        path.write_bytes(path.read_bytes().replace(b"<end>", b"<fin>"))
+        return build(*given)
+
+    monkeypatch.setattr(byte_level, "build_once", replace_first)
+    ours = byte_level_tokens(path)
+    assert ours is not None and "<end>" in ours.added
+
+
+def test_files_are_utf8_in_any_locale(tmp_path: Path) -> None:
+    library().save(str(tmp_path / "tokenizer.json"))
+    script = "import sys, pathlib; from anabranch.llm.models.byte_level import byte_level_tokens"
+    script += "; print(len(byte_level_tokens(pathlib.Path(sys.argv[1]))))"
+    command = [sys.executable, "-X", "utf8=0", "-c", script, str(tmp_path / "tokenizer.json")]
+    places = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    run = subprocess.run(
+        command, env=os.environ | places, capture_output=True, text=True, check=False
+    )
+    assert run.stdout.strip() == str(NUM_TOKENS), run.stderr
