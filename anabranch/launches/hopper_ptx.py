@@ -17,7 +17,8 @@ import torch
 
 # How ptxas allocates registers. Triton 3.9 calls ptxas 13 and, for a bug of it, limits that: loops
 # that fill 240 registers then move some to local memory and back. Without the limit they do not.
-# To ptxas all three are the same; they tell the compiler what to rewrite.
+# To ptxas all three are the same; they tell the compiler what to rewrite. Triton finds compiled
+# kernels by their options, not by this file: what rewrites them otherwise is spelled otherwise.
 AS_WRITTEN = {"ptx_options": "--regAllocOptLevel=4"}
 WHOLE_DESCRIPTORS = {"ptx_options": "--regAllocOptLevel=4 -O3"}
 NO_COPIES = {"ptx_options": "--regAllocOptLevel=4 --opt-level=3"}
