@@ -81,7 +81,8 @@ def measure(given: argparse.Namespace, cases: list[Case], folder: Path) -> list[
     rows: list[dict[str, Any]] = []
     try:
         if given.peer != "none":
-            peers = {name: start_peer(given, cases, name, folder) for name in names}
+            for name in names:  # one by one: those that started are stopped when another fails
+                peers[name] = start_peer(given, cases, name, folder)
         ours = {name: start_ours(given, cases, name) for name in names}
         ready: dict[str, Engine] = {}
         for name, engine in peers.items():

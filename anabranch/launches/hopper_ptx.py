@@ -17,14 +17,15 @@ import torch
 
 # How ptxas allocates registers. Triton 3.9 calls ptxas 13 and, for a bug of it, limits that: loops
 # that fill 240 registers then move some to local memory and back. Without the limit they do not.
-# To ptxas all three are the same; they tell the compiler what to rewrite.
+# To ptxas all three are the same; they tell the compiler what to rewrite. Triton finds compiled
+# kernels by their options, not by this file: what rewrites them otherwise is spelled otherwise.
 AS_WRITTEN = {"ptx_options": "--regAllocOptLevel=4"}
 WHOLE_DESCRIPTORS = {"ptx_options": "--regAllocOptLevel=4 -O3"}
 NO_COPIES = {"ptx_options": "--regAllocOptLevel=4 --opt-level=3"}
 COPY = re.compile(r"\s*mov\.b32 (%r\d+), (%r\d+);")
 LEAVES = re.compile(r"\$L__BB|.*\bbra\b")
 REGISTER = re.compile(r"%rd?\d+")
-DESTINATION = re.compile(r"\s*(?:@!?%p\d+\s+)?[a-z][\w.:]*\s+(%rd?\d+|\{[^}]*\}),")
+DESTINATION = re.compile(r"\s*(?:@\S+\s+)?[a-z][\w.:]*\s+(%rd?\d+|\{[^}]*\})\s*[,;|]")
 FIELD = re.compile(
     r"\t(?:bfe\.u32 +\t%r\d+, %r\d+, \d+, (?P<bits>\d+)|and\.b32 +\t%r\d+, %r\d+, (?P<mask>\d+));"
 )
@@ -33,12 +34,21 @@ WIDENED = re.compile(r"\tcvt\.u64\.u32 +\t%rd\d+, (%r\d+);")
 JOINED = re.compile(r"\tor\.b64 +\t%rd\d+, (%rd\d+), (\d+);")
 
 
-@cache
 def on_hopper() -> bool:
     """Whether kernels are for Hopper, as far as is known: compiled without a GPU, they may be."""
-    if not torch.cuda.is_available():
-        return True
-    return torch.version.hip is None and torch.cuda.get_device_capability() == (9, 0)
+    return not has_gpu() or is_hopper(torch.cuda.current_device())
+
+
+@cache
+def has_gpu() -> bool:
+    """Whether torch finds one; asking takes longer than a launch may."""
+    return torch.cuda.is_available()
+
+
+@cache
+def is_hopper(device: int) -> bool:
+    """Whether the GPU of a number, of several that may differ, is of Hopper."""
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 @cache
@@ -79,7 +89,8 @@ def use_operands(lines: list[str]) -> set[int]:
 
     for i, line in enumerate(lines):
         if "wgmma.mma_async" in line:
-            lines[i] = REGISTER.sub(source_of, line)
+            sums, end, operands = line.partition("}")
+            lines[i] = sums + end + REGISTER.sub(source_of, operands)
         elif LEAVES.match(line):
             sources.clear()
         changed = set(written_by(line))
@@ -92,7 +103,9 @@ def use_operands(lines: list[str]) -> set[int]:
 
 
 def written_by(line: str) -> list[str]:
-    """The registers that an instruction writes."""
+    """The registers that an instruction writes; all that several in one line mention."""
+    if line.count(";") > 1 or line.lstrip().startswith("{"):
+        return REGISTER.findall(line)
     found = DESTINATION.match(line)
     return REGISTER.findall(found[1]) if found else []
 
@@ -121,8 +134,10 @@ def add_to_descriptors(lines: list[str]) -> set[int]:
         if not (parts := SUM.fullmatch(summing.line)) or mentions[widened[1]] != 2:
             continue
         field = FIELD.fullmatch(once.get(parts[2], nowhere).line)
-        most = field and (int(field["mask"] or 0) or 2 ** int(field["bits"]) - 1)
-        if most and is_sum(parts[1], int(parts[3]), most):
+        if field is None:
+            continue
+        most = 2 ** int(field["bits"]) - 1 if field["bits"] else int(field["mask"])
+        if is_sum(parts[1], int(parts[3]), most):
             gone.add(summing.place)
             lines[widening.place] = widening.line.replace(f" {widened[1]};", f" {parts[2]};")
             total = int(joined[2]) + int(parts[3])

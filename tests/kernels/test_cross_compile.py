@@ -315,7 +315,6 @@ def test_kernels_fit(module: str, target: str, compiler: Compiler) -> None:
         assert case.get("products_follow_each_other", True), case
         assert case.get("loops_stay_in_registers", True), case
         assert case.get("loops_overlap_products", True), case
-        assert case.get("loops_widen_before_they_wait", True), case
         assert case.get("prefetches_every_map", True), case
     widths = {case["case"]: set(case["load_bytes"]) for case in cases}
     for name, expected in LOADS.get(module, {}).items():

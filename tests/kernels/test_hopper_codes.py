@@ -17,6 +17,7 @@ from anabranch.kernels.layers.code_units import next_tile, own_units, owners, pl
 from anabranch.kernels.layers.hopper_code_config import (
     LEAST_ROWS,
     NARROW,
+    SMALL,
     SQUARE,
     TALL,
     WIDE,
@@ -105,6 +106,16 @@ def test_choice() -> None:
     assert chosen[1024] == [None, None, TALL, TALL]
     assert select_code_tiles(CodeConstants("int4", 1, 32), 64, 4096, 4096, 132) is None
     assert select_code_tiles(CodeConstants("fp8", 1, 4096), 64, 4096, 4096, 132) is None
+
+
+@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (8192, 28672), (152064, 8192)])
+def test_places_fit_32_bits(n: int, k: int) -> None:
+    """Any number of rows is multiplied, by another kernel where programs could not count units."""
+    for m in (64, 128, 8192, 100_000, 1_000_000, 10_000_000):
+        if tiles := select_code_tiles(INT4, m, n, k, 132):
+            c = constants_of(tiles)
+            assert c.num_units(m, n, k) * c.num_programs(m, n, k, 132) < 2**31
+    assert select_code_tiles(INT4, 8192, n, k, 132) or n * k <= SMALL
 
 
 def test_programs() -> None:

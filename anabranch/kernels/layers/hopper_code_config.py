@@ -26,15 +26,16 @@ class CodeTiles:
 
 # Microseconds beside tiles are of an H200, int4 in groups of 128, weights as in Llama-3.1-8B in the
 # order 6144 x 4096, 4096 x 4096, 28672 x 4096 and 4096 x 14336, and in brackets those without this
-# kernel (`benchmarks/results/linear/h200-int4-tiles.json`).
+# kernel (`benchmarks/results/linear/h200-int4-tiles.json`, `early`).
 LEAST_ROWS = 33  # up to 32, the tiles of quantised_config.py are as fast
 SMALL = 1 << 25  # numbers of a weight that is expanded as fast as it is multiplied, from
 MANY_ROWS = 768  # rows on
+MOST_PRODUCTS = 1 << 45  # of numbers: programs times units stay within 32 bits
 NARROW, WIDE, SQUARE, TALL = (
-    CodeTiles(64, 2, 8),  # 64 rows: 14.8, 13.1, ., 24.7 (18.4, 18.9, 40.7, 29.6)
+    CodeTiles(64, 2, 8),  # 64 rows: 14.8, 13.1, ., 24.7 (18.5, 18.7, 40.7, 29.6)
     CodeTiles(64, 4, 6),  # 64 rows: ., ., 35.6, .
     CodeTiles(128, 2, 5),  # 256 rows: 26.8, 22.0, ., 53.0 (39.5, 25.4, 160, 66.5)
-    CodeTiles(256, 2, 3),  # 256: 103 of the third; 1024: 339, 186 of the last two (399, 199)
+    CodeTiles(256, 2, 3),  # 256: 104 of the third; 1024: 341, 186 of the last two (399, 199)
 )
 
 
@@ -43,6 +44,8 @@ def select_code_tiles(
 ) -> CodeTiles | None:
     """Tiles for so many rows and a weight [n, k]; None where other kernels are used."""
     if constants.kind != "int4" or constants.short or m < LEAST_ROWS:
+        return None
+    if m * n * k > MOST_PRODUCTS:
         return None
     if m <= 64:
         return WIDE if n >= 128 * num_sms else NARROW

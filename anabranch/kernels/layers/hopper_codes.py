@@ -34,7 +34,8 @@ def hopper_codes(
 ) -> None:
     """Write x @ weight.T + bias into `y`."""
     (m, k), n, c = x.shape, y.shape[1], constants
-    assert num_programs <= c.num_units(m, n, k)  # a tile is complete when all its programs came
+    units = c.num_units(m, n, k)
+    assert num_programs <= units < 2**31 // num_programs  # a tile waits for all its programs
     launch(
         hopper_codes_kernel,
         (num_programs,),

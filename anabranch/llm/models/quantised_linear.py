@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 class QuantisedLinear(nn.Linear):
     """nn.Linear over a quantised weight, which is nowhere else.
 
-    Rows are multiplied by codes that are widened in registers: up to 256, and on Hopper any number
-    with int4. For more the weight is expanded into memory of the call, unless the checkpoint's
-    inputs are e4m3: those of more than 32 rows are quantised, where the GPU multiplies such
-    numbers.
+    Up to 256 rows are multiplied by codes that are widened in registers; on Hopper more are, by
+    large weights of int4. Otherwise the weight is expanded into memory of the call, unless the
+    checkpoint's inputs are e4m3: those of more than 32 rows are quantised, where the GPU
+    multiplies such numbers.
     """
 
     quantised: QuantisedWeight
