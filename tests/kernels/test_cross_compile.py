@@ -160,6 +160,7 @@ MORE_SPILLS = {
         (MERGE, "sm_100"): {"eight": 8},  # for 72 registers
     },
     (3, 9): {
+        (HOPPER_CODES, "sm_90"): {"64 rows, 4 consumers": 24},  # once a tile
         (ATTEND, "sm_90"): {
             "decode latent, boxes": 704,
             "decode q8_0": 32,  # 128 registers, for four programs a processor

@@ -97,25 +97,29 @@ def test_tiles_fit(tiles: CodeTiles) -> None:
 
 def test_choice() -> None:
     weights = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
-    chosen = {m: [select_code_tiles(INT4, m, *w, 132) for w in weights] for m in SIZES}
+    chosen = {m: [select_code_tiles(INT4, m, *w, 132, zeros=False) for w in weights] for m in SIZES}
     assert chosen[LEAST_ROWS - 1] == [None] * 4
     assert chosen[64] == [NARROW, NARROW, WIDE, NARROW]
     assert chosen[128] == [NARROW, NARROW, SQUARE, SQUARE]
     assert chosen[256] == [SQUARE, SQUARE, TALL, SQUARE]
     assert chosen[512] == [TALL, SQUARE, TALL, SQUARE]
     assert chosen[1024] == [None, None, TALL, TALL]
-    assert select_code_tiles(CodeConstants("int4", 1, 32), 64, 4096, 4096, 132) is None
-    assert select_code_tiles(CodeConstants("fp8", 1, 4096), 64, 4096, 4096, 132) is None
+    zeros = [select_code_tiles(INT4, 64, *w, 132, zeros=True) for w in weights]
+    assert zeros == [NARROW, NARROW, None, NARROW]
+    assert select_code_tiles(CodeConstants("int4", 1, 32), 64, 4096, 4096, 132, zeros=False) is None
+    assert (
+        select_code_tiles(CodeConstants("fp8", 1, 4096), 64, 4096, 4096, 132, zeros=False) is None
+    )
 
 
 @pytest.mark.parametrize(("n", "k"), [(4096, 4096), (28672, 4096), (8192, 28672), (152064, 8192)])
 def test_places_fit_32_bits(n: int, k: int) -> None:
     """Any number of rows is multiplied, by another kernel where programs could not count units."""
     for m in (64, 128, 8192, 100_000, 1_000_000, 10_000_000):
-        if tiles := select_code_tiles(INT4, m, n, k, 132):
+        if tiles := select_code_tiles(INT4, m, n, k, 132, zeros=False):
             c = constants_of(tiles)
             assert c.num_units(m, n, k) * c.num_programs(m, n, k, 132) < 2**31
-    assert select_code_tiles(INT4, 8192, n, k, 132) or n * k <= SMALL
+    assert select_code_tiles(INT4, 8192, n, k, 132, zeros=False) or n * k <= SMALL
 
 
 def test_programs() -> None:

@@ -676,7 +676,10 @@ def hopper_code_cases(_: int) -> Iterator[Case]:
     for tiles in (NARROW, WIDE, SQUARE, TALL):
         name = f"{tiles.rows} rows, {tiles.consumers} consumers"
         yield name, partial(launch, tiles, int4, BRAIN, BRAIN)
-        yield f"{name}, zeros", partial(launch, tiles, int4, HALF, SINGLE, zeros=True)
+        long = partial(launch, tiles, int4, HALF, SINGLE)
+        yield f"{name}, long scales", long
+        if tiles != WIDE:
+            yield f"{name}, zeros", partial(long, zeros=True)
     few = replace(NARROW, rows=32)
     yield "odd widths", partial(launch, few, int4, HALF, HALF, n=1000, k=904)
     for kind in ("fp8", "int8"):

@@ -40,15 +40,17 @@ NARROW, WIDE, SQUARE, TALL = (
 
 
 def select_code_tiles(
-    constants: CodeConstants, m: int, n: int, k: int, num_sms: int
+    constants: CodeConstants, m: int, n: int, k: int, num_sms: int, *, zeros: bool
 ) -> CodeTiles | None:
     """Tiles for so many rows and a weight [n, k]; None where other kernels are used."""
     if constants.kind != "int4" or constants.short or m < LEAST_ROWS:
         return None
     if m * n * k > MOST_PRODUCTS:
         return None
+    if m <= 64 and n >= 128 * num_sms:
+        return None if zeros else WIDE  # four consumers have no registers for them
     if m <= 64:
-        return WIDE if n >= 128 * num_sms else NARROW
+        return NARROW
     if n * k <= SMALL and (m <= 128 or m > MANY_ROWS):
         return NARROW if m <= 128 else None
     tall = -(-m // TALL.rows) * -(-n // 128)

@@ -9,6 +9,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from anabranch.kernels import versions
 from anabranch.kernels.gluon.barriers import make_barriers
 from anabranch.kernels.layers import hopper_code_config
 from anabranch.kernels.layers.code_units import own_units
@@ -53,6 +54,7 @@ def hopper_codes(
         c,
         num_warps=4,
         maxnreg=c.registers,
+        hopper=versions.CODE_TILE_OPTIONS,
         **({"launch_pdl": True} if c.overlap else {}),
     )
 

@@ -97,7 +97,7 @@ def _linear(
     else:
         if fp8_inputs and takes_e4m3(rows, n, constants):
             y = e4m3_product(rows, words, scales, counters, bias, constants)
-        elif (tiles := _hopper_tiles(rows, n, constants)) is not None:
+        elif (tiles := _hopper_tiles(rows, weight, constants)) is not None:
             y = _by_tiles(rows, weight, counters, bias, constants, tiles)
         else:
             y = _by_codes(rows, weight, counters, bias, constants)
@@ -128,13 +128,17 @@ def _by_rows(
     return y
 
 
-def _hopper_tiles(x: torch.Tensor, n: int, constants: CodeConstants) -> CodeTiles | None:
+def _hopper_tiles(
+    x: torch.Tensor, weight: CodeArguments, constants: CodeConstants
+) -> CodeTiles | None:
     """Tiles of the Hopper kernel, which copies boxes of rows and writes 8 outputs at a time."""
+    (m, k), n = x.shape, len(weight.words)
     if capability(x.device)[0] != 9 or x.element_size() != 2:
         return None
-    if n % 8 or x.shape[1] % 8 or x.data_ptr() % 16:
+    if n % 8 or k % 8 or x.data_ptr() % 16:
         return None
-    return select_code_tiles(constants, len(x), n, x.shape[1], num_sms(x.device))
+    zeros = weight.zeros is not None
+    return select_code_tiles(constants, m, n, k, num_sms(x.device), zeros=zeros)
 
 
 def _by_tiles(
