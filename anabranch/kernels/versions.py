@@ -37,7 +37,7 @@ CODE_ROWS = since({(3, 6): 16, (3, 9): 8})
 # blocks, in those where blocks may be cut, and over latent rows (launches/hopper_ptx.py). H200, the
 # speed of 3.9 over that of 3.6, as written, with whole descriptors, and without copies too: prompts
 # of 1 x 8192 0.965, 0.972, 1.003; a chunk of 512 at 32768 0.989, 0.991, 0.958; decodes of fp8
-# 0.995, 1.004, 0.957, of 1 x 8192 1.012, 1.017, 1.042; latent 1 x 8192 1.032 and, without, 1.052.
+# 0.995, 1.004, 0.957, of 1 x 8192 1.012 and 1.017; latent 1 x 8192 1.032 and, without, 1.052.
 DECODE_OPTIONS = since({(3, 6): {}, (3, 9): WHOLE_DESCRIPTORS})
 CODE_OPTIONS: dict[str, str] = {}
 PROMPT_OPTIONS = since({(3, 6): {}, (3, 9): NO_COPIES})
