@@ -159,8 +159,8 @@ MORE_SPILLS = {
         (SCHEDULE, "sm_90"): {"packed": 8},  # before its loops
         (MERGE, "sm_100"): {"eight": 8},  # for 72 registers
     },
+    (3, 8): {(HOPPER_CODES, "sm_90"): {"64 rows, 4 consumers": 24}},  # once a tile
     (3, 9): {
-        (HOPPER_CODES, "sm_90"): {"64 rows, 4 consumers": 24},  # once a tile
         (ATTEND, "sm_90"): {
             "decode latent, boxes": 704,
             "decode q8_0": 32,  # 128 registers, for four programs a processor
