@@ -33,7 +33,7 @@ from hot_loop import (
     tiles_stay_in_registers,
     waits_after_exponentials,
 )
-from layer_cases import LAYER_CASES
+from layer_cases import LAYER_CASES, Case
 from lengths import call_of_lengths
 from triton import knobs
 
@@ -100,7 +100,6 @@ from anabranch.keys.formats import FORMATS, empty_store, encoded_store
 from anabranch.rules import Rules
 from anabranch.state import AttentionState
 
-Case = tuple[str, Callable[[], object]]
 HALF, BRAIN, SINGLE = torch.float16, torch.bfloat16, torch.float32
 meta = partial(torch.empty, device="meta")
 ints = partial(torch.empty, device="meta", dtype=torch.int32)

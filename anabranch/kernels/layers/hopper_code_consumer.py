@@ -1,7 +1,7 @@
 """The consumers of the Hopper kernel over codes: each widens and multiplies 64 outputs of a tile.
 
 Codes come from shared memory as the matrix unit takes its left operand, become 16-bit numbers in
-registers, and are multiplied from there. A run is widened while the one before is multiplied.
+registers, and are multiplied from there. Half of a run is widened while the other is multiplied.
 """
 
 from triton.experimental import gluon
